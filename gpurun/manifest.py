@@ -1,0 +1,465 @@
+"""What a tree of files is: walk one, hash its files, write it as a listing, read a listing back, decide which names are safe to write.
+
+A path is a `str` relative to the tree's root with "/" between its parts. It is the name's bytes read as UTF-8 with
+`surrogateescape`, whatever the locale says, so that one tree has one listing on every machine; `local_path` turns it into what
+`open` takes here. Root itself isn't part of a tree.
+
+A listing has a line an entry, in the order of `walk`: sorted by name in each folder, a folder before what is in it.
+
+    ["d",493,1700000000000000000,0,"","src"]                              folder: mode, mtime_ns, 0, "", path
+    ["f",420,1700000000000000000,5,"<64 hex digits of SHA-256>","src/a"]   file: mode, mtime_ns, size, hash, path
+    ["l",511,1700000000000000000,0,"../a","src/b"]                        link: mode, mtime_ns, 0, target, path
+
+Lines are ASCII (JSON escapes the rest), end in a line feed and have exactly one form, so that a tree's id is the hash of its listing.
+A listing and every name in it come from the other side and aren't trusted: `decode` and `Guard` check all of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import unicodedata
+from json.encoder import encode_basestring_ascii as _json_string
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+from gpurun.errors import TransferError, UnsafeNameError, WireError, WorkspaceError
+
+BLOCK = 1 << 20
+MAX_COMPONENT = 255      # bytes, what Linux and macOS file systems take
+MAX_PATH = 4096          # bytes, Linux's PATH_MAX
+MAX_ENTRIES = 1000000    # a listing is held in memory, about 400 bytes an entry; the other side may not make us hold more
+MAX_LINE = 64 * 1024     # a name and a target of 4096 bytes each, every byte as \uXXXX
+MAX_NUMBER = 2 ** 63
+READS = 3                # how often a file that changes while it is read is read
+
+
+class Entry(NamedTuple):
+    path: str
+    kind: str            # "file", "dir" or "link"
+    mode: int = 0        # permission bits
+    mtime_ns: int = 0
+    size: int = 0        # 0 for folders and links
+    sha256: str = ""     # "" when not hashed, or not a file
+    target: str = ""     # links only
+
+
+class Skipped(NamedTuple):
+    path: str
+    reason: str
+
+
+_LETTERS = {"file": "f", "dir": "d", "link": "l"}
+_KINDS = {"f": "file", "d": "dir", "l": "link"}
+_HASH = re.compile("[0-9a-f]{64}").fullmatch
+_scan = json.JSONDecoder().scan_once       # json.loads without the search for blanks, which no line has
+_FS_IS_UTF8 = sys.getfilesystemencoding().lower().replace("-", "") == "utf8"
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------------
+
+def quote_name(path: str, limit: int = 200) -> str:
+    """A name for a message: what a terminal would act on or couldn't show is escaped, a very long one is cut."""
+    cut = path if len(path) <= limit else path[:limit] + "…"
+    if cut.isprintable():
+        return cut
+    out = []
+    for char in cut:
+        if 0xdc80 <= ord(char) <= 0xdcff:
+            out.append("\\x%02x" % (ord(char) - 0xdc00))
+        elif char == "\\" or not char.isprintable():
+            out.append(char.encode("unicode_escape").decode("ascii"))
+        else:
+            out.append(char)
+    return "".join(out)
+
+
+def local_path(root: str, path: str) -> str:
+    """The file of `path` under `root` as this machine's `open` takes it."""
+    if not _FS_IS_UTF8:
+        path = os.fsdecode(path.encode("utf-8", "surrogateescape"))
+    return os.path.join(root, path)
+
+
+def check_name(path: str) -> None:
+    """Raise UnsafeNameError unless `path` names something strictly below the root, in the one form that it has."""
+    why = _name_fault(path)
+    if why:
+        raise UnsafeNameError("the other side named the path '%s', which may not be used: %s"
+                              % (quote_name(path) if isinstance(path, str) else "?", why))
+
+
+def _name_fault(path: str) -> str:
+    if not isinstance(path, str):
+        return "it is not text"
+    if not path:
+        return "it is empty"
+    raw = path.encode("ascii") if path.isascii() else _raw(path)
+    if raw is None:
+        return "it is not the UTF-8 form of a file name"
+    if len(raw) > MAX_PATH:
+        return "it is longer than %d bytes" % MAX_PATH
+    if b"\0" in raw:
+        return "it has a NUL byte"
+    if raw[0] == 47:
+        return "it is absolute"
+    for part in raw.split(b"/"):
+        if part in (b"", b".", b".."):
+            return "it has the part '%s'" % part.decode("ascii")
+        if len(part) > MAX_COMPONENT:
+            return "a part of it is longer than %d bytes" % MAX_COMPONENT
+    return ""
+
+
+def _raw(text: str) -> Optional[bytes]:
+    """The bytes of a name; None for a str that no name decodes to. Without the second check "\\udcc3\\udca9" would be a second
+    spelling of "é": a link under one and a file below it under the other would pass as two different names."""
+    try:
+        raw = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return None
+    return raw if raw.decode("utf-8", "surrogateescape") == text else None
+
+
+def check_link(path: str, target: str) -> None:
+    """Raise UnsafeNameError unless a link at `path` leads to a place inside the root.
+
+    ".." is fine in front (`../blobs/x`), never behind a name: what stands there may be another link, and `deep/link/../..` is then
+    somewhere else than it looks.
+    """
+    raw = _raw(target) if isinstance(target, str) else None
+    depth, named, why = path.count("/"), False, ""
+    if not raw or b"\0" in raw or len(raw) >= MAX_PATH:
+        why = "its target is not a path"
+    elif raw[0] == 47:
+        why = "its target is absolute"
+    else:
+        for part in raw.split(b"/"):
+            if part == b"..":
+                depth -= 1
+                if named or depth < 0:
+                    why = "its target leads out of the outputs" if depth < 0 else "its target has '..' behind a name"
+                    break
+            elif part not in (b"", b"."):
+                named, depth = True, depth + 1
+    if why:
+        raise UnsafeNameError("the link '%s' -> '%s' may not be made here: %s"
+                              % (quote_name(path), quote_name(target) if isinstance(target, str) else "?", why))
+
+
+# ---- walk and hash -----------------------------------------------------------------------------------------------------------
+
+def walk(root: str, keep: Optional[Callable[[str, bool], bool]] = None,
+         on_skip: Optional[Callable[[Skipped], None]] = None) -> Iterator[Entry]:
+    """Everything below `root` in a listing's order, not hashed. `keep(path, is_dir)` is asked before anything is looked at; a folder
+    that it drops isn't opened. Sockets, FIFOs and devices go to `on_skip`. What vanishes meanwhile was never there.
+
+    `root` may be a symlink; below it none is followed.
+    """
+    root = os.fspath(root)
+    stack = [iter(_folder(root, "", keep, on_skip))]
+    while stack:
+        for entry in stack[-1]:
+            yield entry
+            if entry.kind == "dir":
+                stack.append(iter(_folder(root, entry.path, keep, on_skip)))
+                break
+        else:
+            stack.pop()
+
+
+def _folder(root: str, folder: str, keep: Optional[Callable[[str, bool], bool]],
+            on_skip: Optional[Callable[[Skipped], None]]) -> List[Entry]:
+    where = local_path(root, folder) if folder else root
+    prefix = folder + "/" if folder else ""
+    entries = []
+    path = folder
+    try:
+        with os.scandir(where) as found:
+            for item in found:
+                name = item.name if _FS_IS_UTF8 else os.fsencode(item.name).decode("utf-8", "surrogateescape")
+                path = prefix + name
+                try:
+                    if keep is not None and not keep(path, item.is_dir(follow_symlinks=False)):
+                        continue
+                    st = item.stat(follow_symlinks=False)
+                    kind = stat.S_IFMT(st.st_mode)
+                    if kind == stat.S_IFREG:
+                        entries.append(Entry(path, "file", stat.S_IMODE(st.st_mode), st.st_mtime_ns, st.st_size))
+                    elif kind == stat.S_IFDIR:
+                        entries.append(Entry(path, "dir", stat.S_IMODE(st.st_mode), st.st_mtime_ns))
+                    elif kind == stat.S_IFLNK:
+                        target = os.readlink(item.path)
+                        if not _FS_IS_UTF8:
+                            target = os.fsencode(target).decode("utf-8", "surrogateescape")
+                        # A link's own mode means nothing; Linux says 0777, macOS what the umask left.
+                        entries.append(Entry(path, "link", 0o777, st.st_mtime_ns, target=target))
+                    elif on_skip is not None:
+                        on_skip(Skipped(path, _special(kind)))
+                except FileNotFoundError:
+                    continue
+                except OSError as err:
+                    if err.errno == errno.EINVAL:       # a link that became something else: gone as well
+                        continue
+                    raise
+    except OSError as err:
+        if folder and isinstance(err, (FileNotFoundError, NotADirectoryError)):
+            return []
+        raise _unreadable(local_path(root, path) if path else root, err) from err
+    entries.sort()
+    return entries
+
+
+def _special(kind: int) -> str:
+    return {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a FIFO", stat.S_IFBLK: "a device", stat.S_IFCHR: "a device"}.get(
+        kind, "not a file, folder or link")
+
+
+def _unreadable(path: str, err: OSError) -> WorkspaceError:
+    advice = {errno.ENOENT: "Check the path.", errno.ENOTDIR: "Give a folder.",
+              errno.ENAMETOOLONG: "Shorten the path, or leave it out (`exclude`).",
+              errno.EIO: "Check the disk."}.get(err.errno or 0, "Make it readable to your user, or leave it out (`exclude`).")
+    return WorkspaceError("can't read '%s': %s. %s" % (quote_name(path, MAX_PATH), err.strerror or err, advice))
+
+
+def hash_file(path: str) -> Tuple[str, int, int]:
+    """(SHA-256 in hex, size, mtime_ns) of one state of a file: when it changes meanwhile it is read again.
+
+    Raises WorkspaceError; its `__cause__` is a FileNotFoundError when the file is gone.
+    """
+    for _ in range(READS):
+        try:
+            # NONBLOCK: a FIFO put in the file's place may not hang us.
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+                         | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        except OSError as err:
+            raise _unreadable(path, err) from err
+        try:
+            before = os.fstat(fd)
+            if not stat.S_ISREG(before.st_mode):
+                continue
+            digest, left = hashlib.sha256(), before.st_size
+            while left > 0:
+                block = os.read(fd, min(BLOCK, left))
+                if not block:
+                    break
+                digest.update(block)
+                left -= len(block)
+            after = os.fstat(fd)
+        except OSError as err:
+            raise _unreadable(path, err) from err
+        finally:
+            os.close(fd)
+        if left == 0 and (before.st_size, before.st_mtime_ns, before.st_ctime_ns) == (after.st_size, after.st_mtime_ns, after.st_ctime_ns):
+            return digest.hexdigest(), after.st_size, after.st_mtime_ns
+    raise WorkspaceError("'%s' changes while it is read (tried %d times). Wait until nothing writes it, or leave it out (`exclude`)."
+                         % (quote_name(path, MAX_PATH), READS))
+
+
+# ---- listings ----------------------------------------------------------------------------------------------------------------
+
+def _line(entry: Entry) -> str:
+    path, kind, mode, mtime_ns, size, sha256, target = entry
+    return '["%s",%d,%d,%d,%s,%s]\n' % (_LETTERS[kind], mode, mtime_ns, size, _json_string(target or sha256), _json_string(path))
+
+
+def encode(entries: Iterable[Entry]) -> bytes:
+    """The listing of `entries`, which stand in the order of `walk`."""
+    lines = [_line(entry) for entry in entries]
+    if len(lines) > MAX_ENTRIES:
+        raise WorkspaceError("the folder has %d files and folders; gpurun takes %d. Leave some out (`exclude`), or pack them."
+                             % (len(lines), MAX_ENTRIES))
+    return "".join(lines).encode("ascii")
+
+
+def decode(data: bytes, hashed: bool = True) -> List[Entry]:
+    """The entries of a listing, every field checked; WireError otherwise. `hashed`: every file must carry its hash, else none need."""
+    if data and not data.endswith(b"\n"):
+        raise WireError("the listing ends in the middle of a line")
+    if data.count(b"\n") > MAX_ENTRIES:
+        raise WireError("the listing has more than %d entries" % MAX_ENTRIES)
+    entries = []
+    seen, folders = set(), {""}
+    start, number = 0, 0
+    while start < len(data):
+        end = data.index(b"\n", start) + 1
+        number += 1
+        if end - start > MAX_LINE:
+            raise WireError("line %d of the listing is longer than %d bytes" % (number, MAX_LINE))
+        entry, why = _read_line(data[start:end], hashed)
+        if entry is not None:
+            path = entry.path
+            if path in seen:
+                why = "a second entry of this name"
+            elif path.rpartition("/")[0] not in folders:
+                why = "no folder of the listing holds this name"
+            seen.add(path)
+            if entry.kind == "dir":
+                folders.add(path)
+        if why:
+            raise WireError("line %d of the listing ('%s'): %s" % (number, quote_name(data[start:start + 300].decode("latin-1").rstrip()), why))
+        entries.append(entry)
+        start = end
+    return entries
+
+
+def _read_line(line: bytes, hashed: bool) -> Tuple[Optional[Entry], str]:
+    try:
+        fields, _ = _scan(line.decode("ascii"), 0)
+    except (ValueError, StopIteration, RecursionError):
+        return None, "not ASCII JSON"
+    if type(fields) is not list or len(fields) != 6:
+        return None, "not a list of six"
+    letter, mode, mtime_ns, size, extra, path = fields
+    kind = _KINDS.get(letter) if type(letter) is str else None
+    if kind is None:
+        return None, "not a file, folder or link"
+    if type(mode) is not int or type(mtime_ns) is not int or type(size) is not int or type(extra) is not str:
+        return None, "a field of the wrong type"
+    if not 0 <= mode <= 0o7777 or not -MAX_NUMBER <= mtime_ns < MAX_NUMBER or not 0 <= size < MAX_NUMBER:
+        return None, "a number out of its range"
+    why = _name_fault(path)
+    if why:
+        return None, "a name that may not be used: " + why
+    sha256 = target = ""
+    if kind == "file":
+        sha256 = extra
+        if not _HASH(sha256) and (hashed or sha256):
+            return None, "not a SHA-256"
+    elif size or (kind == "dir" and extra):
+        return None, "a folder or link with contents"
+    elif kind == "link":
+        target, raw = extra, _raw(extra)
+        if not raw or b"\0" in raw or len(raw) >= MAX_PATH:
+            return None, "a link without a proper target"
+    entry = Entry(path, kind, mode, mtime_ns, size, sha256, target)
+    return (entry, "") if _line(entry).encode("ascii") == line else (None, "not in the one form that a line has")
+
+
+def tree_id(encoded: bytes) -> str:
+    return hashlib.sha256(encoded).hexdigest()
+
+
+# ---- what an untrusted node may have written here ------------------------------------------------------------------------------
+
+def clean_output(path: str) -> str:
+    """A declared output without "./", "//" and a trailing "/"; "" is the whole root."""
+    return "/".join(part for part in path.split("/") if part not in ("", "."))
+
+
+def output_filter(declared: Sequence[str]) -> Callable[[str, bool], bool]:
+    """A `keep` for `walk`: the declared outputs, what is below them, and the folders on the way to them."""
+    wanted = {clean_output(path) for path in declared}
+    on_the_way = {path[:i] for path in wanted for i, char in enumerate(path) if char == "/"}
+
+    def keep(path: str, is_dir: bool) -> bool:
+        if "" in wanted or path in wanted or (is_dir and path in on_the_way):
+            return True
+        at = path.rfind("/")
+        while at > 0:
+            if path[:at] in wanted:
+                return True
+            at = path.rfind("/", 0, at)
+        return False
+    return keep
+
+
+# Default-ignorable characters that HFS+ drops when it compares names (git's CVE-2014-9390 is about them).
+_IGNORABLE = dict.fromkeys([0x200c, 0x200d, 0x200e, 0x200f, 0xfeff] + list(range(0x202a, 0x202f)) + list(range(0x206a, 0x2070)))
+_WINDOWS = re.compile(r'[\x00-\x1f<>:"|?*\\]|[. ](?:/|$)|(?:^|/)(?:con|prn|aux|nul|conin\$|conout\$|com[0-9¹²³]|lpt[0-9¹²³])\s*(?:\.|/|$)', re.I)
+
+
+class Guard:
+    """Decides on the entries of one run's outputs, one after the other, whether they may be written on this side.
+
+    Once all are admitted, no write can leave the outputs folder: parents are folders of the same listing, never links; no two names
+    are one file here; links stay inside. `folds_case` and `normalises` are what `folds` says of the file system.
+    """
+
+    def __init__(self, declared: Sequence[str], folds_case: bool, normalises: bool, windows: bool = os.name == "nt"):
+        self._wanted = output_filter(declared)
+        self._folds_case, self._normalises, self._windows = folds_case, normalises, windows
+        self._kinds: Dict[str, str] = {}      # "way": a folder that only follows from what is below it
+        self._folded: Dict[str, str] = {}
+        self._count = 0
+
+    def admit(self, entry: Entry) -> None:
+        path = entry.path
+        check_name(path)
+        self._count += 1
+        if self._count > MAX_ENTRIES:
+            self._refuse(path, "the outputs have more than %d files and folders" % MAX_ENTRIES)
+        if entry.kind not in _LETTERS:
+            self._refuse(path, "it is neither a file nor a folder nor a link")
+        if not 0 <= entry.size < MAX_NUMBER:
+            self._refuse(path, "its size can't be")
+        if self._windows and _WINDOWS.search(path):
+            self._refuse(path, "Windows gives this name another meaning")
+        if not self._wanted(path, entry.kind == "dir"):
+            self._refuse(path, "it is not a declared output")
+        if entry.kind == "link":
+            check_link(path, entry.target)
+        known = self._kinds.get(path)
+        if known == "way" and entry.kind != "dir":
+            self._refuse(path, "it is no folder, but has contents")
+        if known and known != "way":
+            self._refuse(path, "it comes a second time")
+        self._folder_of(path)
+        self._claim(path)
+        self._kinds[path] = entry.kind
+
+    def _folder_of(self, path: str) -> None:
+        """Every folder above `path` must be a folder, and the only one of its name."""
+        at = path.rfind("/")
+        while at > 0:
+            parent = path[:at]
+            kind = self._kinds.get(parent)
+            if kind in ("dir", "way"):
+                return                        # and so is everything above it
+            if kind:
+                self._refuse(path, "it is below '%s', which is a %s" % (quote_name(parent), kind))
+            self._claim(parent)
+            self._kinds[parent] = "way"
+            at = path.rfind("/", 0, at)
+
+    def _claim(self, path: str) -> None:
+        if not (self._folds_case or self._normalises):
+            return
+        key = unicodedata.normalize("NFD", path)
+        if self._folds_case:
+            key = unicodedata.normalize("NFD", key.casefold())
+        if self._normalises:
+            key = key.translate(_IGNORABLE)
+        other = self._folded.setdefault(key, path)
+        if other != path:
+            self._refuse(path, "this disk can't tell its name from '%s'" % quote_name(other))
+
+    @staticmethod
+    def _refuse(path: str, why: str) -> None:
+        raise UnsafeNameError("the node sent the output '%s', which may not be written here: %s" % (quote_name(path), why))
+
+
+def folds(folder: str) -> Tuple[bool, bool]:
+    """(folds case, treats NFC and NFD as one) of the file system under `folder`, found out with an empty file that is removed again."""
+    base = os.fsencode(folder)
+    stem = b".gpurun-probe-" + os.urandom(6).hex().encode("ascii")
+    name = os.path.join(base, stem + "aé".encode("utf-8"))
+    try:
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError as err:
+        if err.errno == errno.EILSEQ:         # a file system that takes no such name can't mix two of them up
+            return True, True
+        raise TransferError("can't write in '%s': %s. Give another folder (--runs-dir), or make it writable."
+                            % (quote_name(folder, MAX_PATH), err.strerror or err)) from err
+    try:
+        return (os.path.lexists(os.path.join(base, stem + "Aé".encode("utf-8"))),
+                os.path.lexists(os.path.join(base, stem + "ae\u0301".encode("utf-8"))))
+    finally:
+        try:
+            os.unlink(name)
+        except OSError:
+            pass
