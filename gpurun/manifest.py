@@ -54,7 +54,6 @@ class Skipped(NamedTuple):
 
 
 _LETTERS = {"file": "f", "dir": "d", "link": "l"}
-_KINDS = {"f": "file", "d": "dir", "l": "link"}
 _HASH = re.compile("[0-9a-f]{64}").fullmatch
 _scan = json.JSONDecoder().scan_once       # json.loads without the search for blanks, which no line has
 _FS_IS_UTF8 = sys.getfilesystemencoding().lower().replace("-", "") == "utf8"
@@ -125,27 +124,27 @@ def _raw(text: str) -> Optional[bytes]:
     return raw if raw.decode("utf-8", "surrogateescape") == text else None
 
 
+def _target_fault(target: str) -> bool:
+    raw = _raw(target) if isinstance(target, str) else None
+    return not raw or b"\0" in raw or len(raw) >= MAX_PATH
+
+
 def check_link(path: str, target: str) -> None:
     """Raise UnsafeNameError unless a link at `path` leads to a place inside the root.
 
     ".." is fine in front (`../blobs/x`), never behind a name: what stands there may be another link, and `deep/link/../..` is then
     somewhere else than it looks.
     """
-    raw = _raw(target) if isinstance(target, str) else None
-    depth, named, why = path.count("/"), False, ""
-    if not raw or b"\0" in raw or len(raw) >= MAX_PATH:
-        why = "its target is not a path"
-    elif raw[0] == 47:
-        why = "its target is absolute"
-    else:
-        for part in raw.split(b"/"):
-            if part == b"..":
-                depth -= 1
-                if named or depth < 0:
-                    why = "its target leads out of the outputs" if depth < 0 else "its target has '..' behind a name"
-                    break
-            elif part not in (b"", b"."):
-                named, depth = True, depth + 1
+    why = "its target is not a path" if _target_fault(target) else "its target is absolute" if target.startswith("/") else ""
+    depth, named = path.count("/"), False
+    for part in () if why else target.split("/"):
+        if part == "..":
+            depth -= 1
+            if named or depth < 0:
+                why = "its target leads out of the outputs" if depth < 0 else "its target has '..' behind a name"
+                break
+        elif part not in ("", "."):
+            named, depth = True, depth + 1
     if why:
         raise UnsafeNameError("the link '%s' -> '%s' may not be made here: %s"
                               % (quote_name(path), quote_name(target) if isinstance(target, str) else "?", why))
@@ -278,70 +277,91 @@ def encode(entries: Iterable[Entry]) -> bytes:
 
 def decode(data: bytes, hashed: bool = True) -> List[Entry]:
     """The entries of a listing, every field checked; WireError otherwise. `hashed`: every file must carry its hash, else none need."""
-    if data and not data.endswith(b"\n"):
+    try:
+        text = data.decode("ascii")
+    except UnicodeDecodeError:
+        raise WireError("the listing is not ASCII") from None
+    if text and not text.endswith("\n"):
         raise WireError("the listing ends in the middle of a line")
-    if data.count(b"\n") > MAX_ENTRIES:
+    if text.count("\n") > MAX_ENTRIES:
         raise WireError("the listing has more than %d entries" % MAX_ENTRIES)
     entries = []
     seen, folders = set(), {""}
-    start, number = 0, 0
-    while start < len(data):
-        end = data.index(b"\n", start) + 1
-        number += 1
-        if end - start > MAX_LINE:
-            raise WireError("line %d of the listing is longer than %d bytes" % (number, MAX_LINE))
-        entry, why = _read_line(data[start:end], hashed)
-        if entry is not None:
+    start = 0
+    while start < len(text):
+        end = text.index("\n", start) + 1
+        try:
+            if end - start > MAX_LINE:
+                raise ValueError("longer than %d bytes" % MAX_LINE)
+            entry = _read_line(text[start:end], hashed)
             path = entry.path
             if path in seen:
-                why = "a second entry of this name"
-            elif path.rpartition("/")[0] not in folders:
-                why = "no folder of the listing holds this name"
-            seen.add(path)
-            if entry.kind == "dir":
-                folders.add(path)
-        if why:
-            raise WireError("line %d of the listing ('%s'): %s" % (number, quote_name(data[start:start + 300].decode("latin-1").rstrip()), why))
+                raise ValueError("a second entry of this name")
+            if path.rpartition("/")[0] not in folders:
+                raise ValueError("no folder of the listing holds this name")
+        except ValueError as err:
+            raise WireError("line %d of the listing ('%s'): %s"
+                            % (len(entries) + 1, quote_name(text[start:end].rstrip("\n")), err)) from None
+        seen.add(path)
+        if entry.kind == "dir":
+            folders.add(path)
         entries.append(entry)
         start = end
     return entries
 
 
-def _read_line(line: bytes, hashed: bool) -> Tuple[Optional[Entry], str]:
+def _read_line(line: str, hashed: bool) -> Entry:
+    """One line's entry, or ValueError with the reason."""
     try:
-        fields, _ = _scan(line.decode("ascii"), 0)
+        fields, _ = _scan(line, 0)
     except (ValueError, StopIteration, RecursionError):
-        return None, "not ASCII JSON"
+        raise ValueError("not JSON") from None
     if type(fields) is not list or len(fields) != 6:
-        return None, "not a list of six"
+        raise ValueError("not a list of six")
     letter, mode, mtime_ns, size, extra, path = fields
-    kind = _KINDS.get(letter) if type(letter) is str else None
-    if kind is None:
-        return None, "not a file, folder or link"
-    if type(mode) is not int or type(mtime_ns) is not int or type(size) is not int or type(extra) is not str:
-        return None, "a field of the wrong type"
+    if not type(mode) is type(mtime_ns) is type(size) is int or not type(letter) is type(extra) is type(path) is str:
+        raise ValueError("a field of the wrong type")
     if not 0 <= mode <= 0o7777 or not -MAX_NUMBER <= mtime_ns < MAX_NUMBER or not 0 <= size < MAX_NUMBER:
-        return None, "a number out of its range"
+        raise ValueError("a number out of its range")
     why = _name_fault(path)
     if why:
-        return None, "a name that may not be used: " + why
-    sha256 = target = ""
-    if kind == "file":
-        sha256 = extra
-        if not _HASH(sha256) and (hashed or sha256):
-            return None, "not a SHA-256"
-    elif size or (kind == "dir" and extra):
-        return None, "a folder or link with contents"
-    elif kind == "link":
-        target, raw = extra, _raw(extra)
-        if not raw or b"\0" in raw or len(raw) >= MAX_PATH:
-            return None, "a link without a proper target"
-    entry = Entry(path, kind, mode, mtime_ns, size, sha256, target)
-    return (entry, "") if _line(entry).encode("ascii") == line else (None, "not in the one form that a line has")
+        raise ValueError("a name that may not be used: " + why)
+    if letter == "f":
+        if not _HASH(extra) and (hashed or extra):
+            raise ValueError("not a SHA-256")
+        entry = Entry(path, "file", mode, mtime_ns, size, extra)
+    elif letter == "d" and not size and not extra:
+        entry = Entry(path, "dir", mode, mtime_ns)
+    elif letter == "l" and not size:
+        if _target_fault(extra):
+            raise ValueError("a link without a proper target")
+        entry = Entry(path, "link", mode, mtime_ns, 0, "", extra)
+    else:
+        raise ValueError("neither a file nor an empty folder or link entry")
+    if _line(entry) != line:
+        raise ValueError("not in the one form that a line has")
+    return entry
 
 
 def tree_id(encoded: bytes) -> str:
     return hashlib.sha256(encoded).hexdigest()
+
+
+# ---- making what a listing says ----------------------------------------------------------------------------------------------
+
+def make_link(entry: Entry, path: str) -> None:
+    """The symlink of `entry` at `path`, with its time where the system can set it."""
+    os.symlink(entry.target if _FS_IS_UTF8 else os.fsdecode(entry.target.encode("utf-8", "surrogateescape")), path)
+    if os.utime in os.supports_follow_symlinks:
+        os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns), follow_symlinks=False)
+
+
+def finish_folders(root: str, folders: Sequence[Entry], also_mode: int = 0) -> None:
+    """Modes and times of folders, children first and after all that is in them: a folder may be read-only, and each change moves its time."""
+    for entry in reversed(folders):
+        path = local_path(root, entry.path)
+        os.chmod(path, entry.mode | also_mode)
+        os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns))
 
 
 # ---- what an untrusted node may have written here ------------------------------------------------------------------------------

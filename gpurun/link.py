@@ -1,0 +1,349 @@
+"""The link between operator and node: iroh behind plain blocking calls. The only file that imports iroh.
+
+iroh's Python binding is asyncio only (1.2.0), so one event loop lives in a daemon thread and everybody else calls functions that
+block, each with a bound of its own. A connection has one ALPN; a stream is bidirectional, and who opens it writes first (the peer
+doesn't see it before). A `Stream` offers read, write, finish, abort: what `wire.py` and `transfer.py` need, so that another carrier
+of the same streams can stand in for iroh.
+
+Measured on iroh 1.2.0, and handled here: `str(IrohError)` is empty; a failed handshake raises out of accept/connect and would end an
+accept loop; `connect` to a wrong id never returns; generated code copies every written byte in a Python loop (4 MB/s).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import threading
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from typing import Any, Callable, Coroutine, List, Optional, Sequence, Tuple
+
+import iroh
+from iroh import iroh_ffi
+
+from gpurun.errors import LinkError, LinkTimeoutError, RefusedError
+from gpurun.files import atomic_write
+
+READ_BYTES = 1 << 20          # asked for at once; iroh returns what has arrived, about 0.4 MB on a fast path
+WRITE_BYTES = 512 << 10       # the size of a write that a sender should aim for; below 128 KiB the cost per call shows
+WRITES_IN_FLIGHT = 2          # so that reading a file and sending the block before it overlap
+HANDSHAKE_S = 15.0            # on the accepting side: a peer that doesn't finish its handshake is let go
+HANDSHAKES_AT_ONCE = 64       # more are refused at once: they cost memory before we know who it is
+STREAMS_AT_ONCE = 256         # handler threads over all connections; one more stream is reset
+CLOSE_NOT_AUTHORIZED = 403
+CLOSE_BYE = 0
+
+
+def _use_fast_writes() -> bool:
+    """Replaces the byte-by-byte copy of the generated code by a memmove (n0-computer/iroh-ffi#229); False where it can't."""
+    builder = getattr(iroh_ffi, "_UniffiRustBufferBuilder", None)
+    buffer = getattr(iroh_ffi, "_UniffiRustBuffer", None)
+    if builder is None or buffer is None or not hasattr(builder, "_reserve") or not hasattr(builder, "write"):
+        return False
+    if [name for name, _ in getattr(buffer, "_fields_", ())] != ["capacity", "len", "data"]:
+        return False
+
+    def write(self: Any, value: Any) -> None:
+        size = len(value)
+        with self._reserve(size):
+            if size:
+                address = ctypes.cast(self.rbuf.data, ctypes.c_void_p).value or 0
+                ctypes.memmove(address + self.rbuf.len, bytes(value), size)
+
+    builder.write = write
+    return True
+
+
+FAST_WRITES = _use_fast_writes()
+
+
+def load_key(path: str) -> bytes:
+    """The 32 secret bytes of the Ed25519 key at `path`; made there (0600) if there is none.
+
+    Raises LinkError when the file is not a key or may be read by others.
+    """
+    try:
+        with open(path, "rb") as stream:
+            mode = os.fstat(stream.fileno()).st_mode
+            key = stream.read(64)
+    except FileNotFoundError:
+        key = os.urandom(32)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        atomic_write(path, key.hex().encode() + b"\n", 0o600)
+        return load_key(path)                         # two processes may make one at the same time: the last one in place counts
+    except OSError as error:
+        raise LinkError(f"can't read gpurun's key {path}: {error.strerror}") from None
+    if mode & 0o077:
+        raise LinkError(f"gpurun's key {path} may be read by others (mode {mode & 0o777:04o}): run 'chmod 600 {path}'")
+    try:
+        secret = bytes.fromhex(key.decode("ascii").strip())
+        if len(secret) != 32:
+            raise ValueError
+    except ValueError:
+        raise LinkError(f"{path} is not a gpurun key (64 hexadecimal digits): move it away, gpurun then makes a new one") from None
+    return secret
+
+
+def public_id(key: bytes) -> str:
+    """The endpoint id, 64 hexadecimal digits, that belongs to a secret key."""
+    return str(iroh.SecretKey.from_bytes(key).public())
+
+
+def _explain(error: BaseException) -> str:
+    if isinstance(error, iroh.IrohError):
+        return f"{error.kind().name.lower()}: {error.message()}"
+    return f"{type(error).__name__}: {error}"
+
+
+class _Loop:
+    """The one event loop of this process, in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="link", daemon=True).start()
+
+    def start(self, work: Coroutine) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def call(self, work: Coroutine, timeout_s: float, what: str) -> Any:
+        """Runs `work` to its end and returns its value; LinkTimeoutError after `timeout_s`, LinkError where iroh refuses."""
+        future = self.start(work)
+        try:
+            return future.result(timeout_s)
+        except (FutureTimeoutError, asyncio.TimeoutError):
+            future.cancel()
+            raise LinkTimeoutError(f"{what}: no answer within {timeout_s:g} s") from None
+        except iroh.IrohError as error:
+            raise LinkError(f"{what}: {_explain(error)}") from None
+
+
+_loop: Optional[_Loop] = None
+_loop_lock = threading.Lock()
+
+
+def _running_loop() -> _Loop:
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            _loop = _Loop()
+        return _loop
+
+
+class Stream:
+    """One bidirectional stream. Not for two readers or two writers at once; a reader and a writer may be two threads."""
+
+    def __init__(self, connection: "Connection", bi: Any) -> None:
+        self.connection = connection
+        self._loop = connection._loop
+        self._send, self._recv = bi.send(), bi.recv()
+        self._reading: Optional["Future[bytes]"] = None
+        self._writing: List["Future[None]"] = []
+
+    def read(self, timeout_s: float) -> bytes:
+        """What has arrived, at most 1 MiB; b"" at the end of the stream. LinkTimeoutError loses nothing: read again.
+
+        The next read is started at once, so that iroh works while the caller does.
+        """
+        future = self._reading or self._loop.start(self._recv.read(READ_BYTES))
+        self._reading = future
+        try:
+            data = future.result(timeout_s)
+        except (FutureTimeoutError, asyncio.TimeoutError):
+            raise LinkTimeoutError(f"nothing from {self.connection.name} for {timeout_s:g} s") from None
+        except iroh.IrohError as error:
+            raise self.connection.broken(error) from None
+        self._reading = self._loop.start(self._recv.read(READ_BYTES)) if data else None
+        return data
+
+    def write(self, data: bytes, timeout_s: float) -> None:
+        """Hands `data` over and waits while two writes are under way; an error of an earlier write is raised here or in `finish`."""
+        while len(self._writing) >= WRITES_IN_FLIGHT:
+            self._await_write(timeout_s)
+        self._writing.append(self._loop.start(self._send.write_all(data)))
+
+    def _await_write(self, timeout_s: float) -> None:
+        try:
+            self._writing[0].result(timeout_s)
+        except (FutureTimeoutError, asyncio.TimeoutError):
+            raise LinkTimeoutError(f"{self.connection.name} took nothing for {timeout_s:g} s") from None
+        except iroh.IrohError as error:
+            raise self.connection.broken(error) from None
+        del self._writing[0]
+
+    def flush(self, timeout_s: float) -> None:
+        while self._writing:
+            self._await_write(timeout_s)
+
+    def finish(self, timeout_s: float) -> None:
+        """No more will be written. The peer's acknowledgement, not this call, says that it has arrived."""
+        self.flush(timeout_s)
+        self._loop.call(self._send.finish(), timeout_s, f"ending a stream to {self.connection.name}")
+
+    def abort(self) -> None:
+        """Gives the stream up, both ways, without waiting."""
+        async def reset() -> None:
+            for step in (self._send.reset(1), self._recv.stop(1)):
+                try:
+                    await step
+                except iroh.IrohError:
+                    pass                                        # already over: that is what was wanted
+        for future in self._writing + [self._reading]:
+            if future is not None:
+                future.cancel()
+        self._loop.start(reset())
+
+
+class Connection:
+    """A connection to one peer for one ALPN."""
+
+    def __init__(self, loop: _Loop, connection: Any, alpn: bytes, name: str = "") -> None:
+        self._loop = loop
+        self._connection = connection
+        self.alpn = alpn
+        self.peer_id = str(connection.remote_id())
+        self.name = name or self.peer_id[:10]
+
+    def open(self, timeout_s: float = 10.0) -> Stream:
+        return Stream(self, self._loop.call(self._connection.open_bi(), timeout_s, f"opening a stream to {self.name}"))
+
+    def broken(self, error: BaseException) -> LinkError:
+        """The LinkError for a failed read or write: with the peer's own word where it closed the connection."""
+        closed = self._connection.close_reason()
+        if closed:
+            code = re.search(r"error_code: (\d+), reason: b\"((?:[^\"\\]|\\.)*)\"", closed)
+            if code and int(code.group(1)) == CLOSE_NOT_AUTHORIZED:
+                return RefusedError(f"{self.name} refused this operator: {code.group(2)}")
+            if code:
+                return LinkError(f"{self.name} closed the connection ({code.group(2) or 'no reason given'})")
+        return LinkError(f"the connection to {self.name} broke: {_explain(error)}")
+
+    def path(self) -> str:
+        """"direct" or "relay": the path that is in use now."""
+        paths = self._connection.paths()
+        used = [path for path in paths if path.is_selected] or paths
+        return "relay" if used and used[0].is_relay else "direct"
+
+    def rtt_s(self) -> Optional[float]:
+        rtt_ms = self._connection.rtt()
+        return None if rtt_ms is None else rtt_ms / 1000
+
+    def close(self, code: int = CLOSE_BYE, reason: str = "") -> None:
+        self._connection.close(code, reason.encode())
+
+
+class Link:
+    """This process's endpoint: dials nodes, or serves operators."""
+
+    def __init__(self, key: bytes, bind: str = "0.0.0.0:0", alpns: Sequence[bytes] = (), relay: Any = "disabled",
+                 timeout_s: float = 10.0) -> None:
+        """Binds UDP `bind`. `relay`: "disabled", "n0", or relay URLs. Raises LinkError when the port is taken."""
+        self._loop = _running_loop()
+        if relay == "n0":
+            preset, mode = iroh.preset_n0(), iroh.RelayMode.default_mode()
+        elif relay == "disabled":
+            preset, mode = iroh.preset_minimal(), iroh.RelayMode.disabled()
+        else:
+            preset, mode = iroh.preset_minimal(), iroh.RelayMode.custom_from_urls(list(relay))
+        options = iroh.EndpointOptions(preset=preset, bind_addr=bind, secret_key=key, alpns=list(alpns), relay_mode=mode)
+        self._endpoint = self._loop.call(iroh.Endpoint.bind(options), timeout_s, f"binding UDP {bind}")
+        self.id = str(self._endpoint.id())
+        self._streams = threading.BoundedSemaphore(STREAMS_AT_ONCE)
+
+    def addresses(self) -> List[str]:
+        """The addresses, "ip:port", that this endpoint knows of itself."""
+        return list(self._endpoint.addr().direct_addresses())
+
+    def relay_url(self) -> Optional[str]:
+        return self._endpoint.addr().relay_url()
+
+    def port(self) -> int:
+        """The UDP port of the IPv4 socket, which a provider's mapping or the SSH host's address goes with."""
+        return next(int(bound.rpartition(":")[2]) for bound in self._endpoint.bound_sockets() if not bound.startswith("["))
+
+    def dial(self, peer_id: str, addresses: Sequence[str], alpn: bytes, timeout_s: float, name: str = "",
+             relay_url: Optional[str] = None) -> Connection:
+        """Tries all addresses at once. LinkTimeoutError when nothing answers, LinkError when the peer doesn't speak `alpn`."""
+        return self.dial_all(peer_id, addresses, [alpn], timeout_s, name, relay_url)[0]
+
+    def dial_all(self, peer_id: str, addresses: Sequence[str], alpns: Sequence[bytes], timeout_s: float, name: str = "",
+                 relay_url: Optional[str] = None) -> List[Connection]:
+        """One connection for each ALPN, all handshakes at the same time: one round trip for all of them."""
+        name = name or peer_id[:10]
+        try:
+            address = iroh.EndpointAddr(iroh.EndpointId.from_string(peer_id), relay_url, list(addresses))
+        except iroh.IrohError as error:
+            raise LinkError(f"the address of {name} can't be used: {_explain(error)}") from None
+
+        async def connect() -> List[Any]:
+            return await asyncio.gather(*[self._endpoint.connect(address, alpn) for alpn in alpns])
+
+        tried = ", ".join(addresses) or relay_url or "no address"
+        connections = self._loop.call(connect(), timeout_s, f"connecting to {name} over UDP ({tried})")
+        return [Connection(self._loop, connection, alpn, name) for connection, alpn in zip(connections, alpns)]
+
+    def serve(self, authorized: Callable[[str], bool], handle: Callable[[Stream], None]) -> None:
+        """Accepts connections from now on; `handle(stream)` runs in a thread of its own for every stream that a peer opens.
+
+        A peer whose id `authorized` doesn't know is closed before anything is read. No peer can stop the loop: each handshake is
+        a task of its own, bounded in time and number.
+        """
+        self._loop.start(self._accept(authorized, handle))
+
+    async def _accept(self, authorized: Callable[[str], bool], handle: Callable[[Stream], None]) -> None:
+        tasks: "set[asyncio.Task]" = set()
+        while True:
+            try:
+                incoming = await self._endpoint.accept_next()
+                if incoming is None:
+                    return
+                if len(tasks) >= HANDSHAKES_AT_ONCE:
+                    await incoming.refuse()
+                    continue
+            except iroh.IrohError:
+                if self._endpoint.is_closed():
+                    return
+                continue                                        # that peer's fault, not the endpoint's
+            task = asyncio.ensure_future(self._admit(incoming, authorized, handle))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _admit(self, incoming: Any, authorized: Callable[[str], bool], handle: Callable[[Stream], None]) -> None:
+        async def handshake() -> Tuple[bytes, Any]:
+            accepting = await incoming.accept()
+            return await accepting.alpn(), await accepting.connect()
+
+        try:
+            alpn, raw = await asyncio.wait_for(handshake(), HANDSHAKE_S)
+        except (iroh.IrohError, asyncio.TimeoutError):
+            return                                              # a wrong ALPN or a stranger: nothing of ours is touched
+        if not authorized(str(raw.remote_id())):
+            raw.close(CLOSE_NOT_AUTHORIZED, b"this key is not in the agent's list of operators")
+            return
+        asyncio.ensure_future(self._streams_of(Connection(self._loop, raw, alpn), handle))
+
+    async def _streams_of(self, connection: Connection, handle: Callable[[Stream], None]) -> None:
+        while True:
+            try:
+                stream = Stream(connection, await connection._connection.accept_bi())
+            except iroh.IrohError:
+                return                                          # the peer is gone; its streams notice by themselves
+            if not self._streams.acquire(blocking=False):
+                stream.abort()
+                continue
+            threading.Thread(target=self._handled, args=(stream, handle), name="stream", daemon=True).start()
+
+    def _handled(self, stream: Stream, handle: Callable[[Stream], None]) -> None:
+        try:
+            handle(stream)
+        except LinkError:
+            pass                                                # that peer is gone
+        finally:
+            self._streams.release()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends the endpoint and its connections; what was written and not acknowledged may be lost."""
+        try:
+            self._loop.call(self._endpoint.close(), timeout_s, "closing the link")
+        except LinkError:
+            pass                                                # the process ends anyway, and peers notice

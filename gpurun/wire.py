@@ -1,0 +1,184 @@
+"""The control protocol `gpurun/control/1`: line-delimited JSON; and the lines and frames that the transfer protocol is made of.
+
+One bidirectional stream a session. One JSON object a line, UTF-8, at most 1 MiB with its newline; `type` is a class name of
+`messages.py`, the other keys are its fields. Unknown keys are ignored, a missing key has the field's default. An unknown type, a
+field of the wrong type, an over-long line, bad UTF-8 or bad JSON ends that session with a `Refused` line and touches nothing else.
+
+The opener (operator) writes `Hello` first:
+
+    {"type":"Hello","version":"0.1.0","operator":"ana@laptop","run_id":"mnist-20260102-030405-1a2b","job":"mnist","claim":true}
+
+The node answers `NodeReady` (with `claim`: the node is this run's), or `Busy` (the claim wasn't given; with `wait` a `NodeReady`
+follows when it is), or `Refused`. Then it sends again each event of that run whose `seq` is above `after`, and each new one:
+
+    {"type":"NodeReady","run_id":"mnist-20260102-030405-1a2b","facts":{"python":"3.11.2","cpus":8}}
+    {"type":"WorkspaceMaterialized","run_id":"mnist-20260102-030405-1a2b","seq":1,"files":12,"size_bytes":48121}
+    {"type":"SetupCompleted","run_id":"mnist-20260102-030405-1a2b","seq":2,"code":0,"seconds":1.5}
+    {"type":"JobExited","run_id":"mnist-20260102-030405-1a2b","seq":3,"code":0,"stdout_bytes":812,"stderr_bytes":0}
+    {"type":"OutputsCollected","run_id":"mnist-20260102-030405-1a2b","seq":4,"files":2,"size_bytes":1024,"missing":["a.pt"]}
+    {"type":"NodeFault","run_id":"mnist-20260102-030405-1a2b","seq":3,"reason":"no exit record and no process"}
+
+The operator may send the whole plan in one flight right behind `Hello`; the node holds each command until what it waits for is
+done (RunSetup: the workspace; RunJob: the setup; CollectOutputs: the last process). A command may be sent again without harm.
+
+    {"type":"MaterializeWorkspace","run_id":"mnist-20260102-030405-1a2b","tree":"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"}
+    {"type":"RunSetup","run_id":"mnist-20260102-030405-1a2b","command":"pip install -r requirements.txt","env":{"TOKEN":"…"}}
+    {"type":"RunJob","run_id":"mnist-20260102-030405-1a2b","command":"python train.py","env":{"TOKEN":"…"}}
+    {"type":"CollectOutputs","run_id":"mnist-20260102-030405-1a2b","outputs":["metrics.json"]}
+    {"type":"StopJob","run_id":"mnist-20260102-030405-1a2b","grace_s":10.0}
+
+`Ping` is answered by `Pong` with its number. `Sample` (node to operator) is telemetry. `Refused` names the `type` that wasn't taken.
+A command for a run that this session has not claimed, or that the node doesn't have, is answered by `Refused`.
+
+    {"type":"Ping","number":7}
+    {"type":"Pong","number":7}
+    {"type":"Busy","run_id":"other-20260102-030405-9f9f","job":"other","operator":"bo@ci","seconds":12.5}
+    {"type":"Refused","of":"RunJob","reason":"this node has no run mnist-20260102-030405-1a2b"}
+    {"type":"Sample","run_id":"mnist-20260102-030405-1a2b","values":{"cpu_percent":97.5,"gpu":[{"util_percent":88}]}}
+
+The session ends when either side ends its stream. An end says nothing about the job: ask again in a new session.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+from gpurun.errors import LinkError, WireError
+
+PROTOCOL = 1
+CONTROL_ALPN = b"gpurun/control/1"
+TRANSFER_ALPN = b"gpurun/transfer/1"
+MAX_LINE = 1 << 20            # a plan with a long script fits; a peer can't make us hold more
+MAX_FRAME = 1 << 20
+SMALL_WRITE = 512 << 10       # frames are gathered up to this size: one write for many small files
+
+_CHECKS: Dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "int": lambda value: isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63,
+    "float": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "List[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    "Dict[str, str]": lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
+    "Dict[str, Any]": lambda value: isinstance(value, dict),
+}
+
+
+def encode(message: Any) -> bytes:
+    """One line. Raises WireError when it is longer than a peer takes."""
+    fields = {"type": type(message).__name__}
+    fields.update((field.name, getattr(message, field.name)) for field in dataclasses.fields(message))
+    line = json.dumps(fields, separators=(",", ":")).encode("ascii") + b"\n"
+    if len(line) > MAX_LINE:
+        raise WireError(f"{type(message).__name__} takes {len(line)} bytes on the wire and at most {MAX_LINE} are allowed: "
+                        "put a long script into a file of the workspace")
+    return line
+
+
+def decode(line: bytes, accepted: Sequence[type]) -> Any:
+    """The message that `line` says, one of the classes in `accepted`; WireError for everything else."""
+    fields = decode_object(line)
+    kind = fields.pop("type", None)
+    for cls in accepted:
+        if cls.__name__ == kind:
+            break
+    else:
+        raise WireError(f"a message of type {str(kind)[:60]!r} isn't taken here")
+    values = {}
+    for field in dataclasses.fields(cls):
+        if field.name in fields:
+            value = fields[field.name]
+            if not _CHECKS[str(field.type)](value):
+                raise WireError(f"{kind}.{field.name} must be {field.type}, not {type(value).__name__}")
+            values[field.name] = value
+    return cls(**values)
+
+
+def decode_object(line: bytes) -> Dict[str, Any]:
+    """A JSON object out of one line; WireError when it isn't one."""
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise WireError(f"not a line of JSON in UTF-8: {line[:60]!r}") from None
+    if not isinstance(value, dict):
+        raise WireError(f"not a JSON object: {line[:60]!r}")
+    return value
+
+
+class Reader:
+    """Lines, and exact numbers of bytes, out of a stream that gives what has arrived."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._buffer = b""
+        self._at = 0
+
+    def line(self, timeout_s: float) -> bytes:
+        """One line without its newline; b"" at the end of the stream. LinkTimeoutError loses nothing."""
+        start = self._at
+        while True:
+            end = self._buffer.find(b"\n", start)
+            if end >= 0:
+                line = self._buffer[self._at:end]
+                self._at = end + 1
+                return line
+            if len(self._buffer) - self._at >= MAX_LINE:
+                raise WireError(f"a line of more than {MAX_LINE} bytes")
+            start = len(self._buffer) - self._at
+            more = self._stream.read(timeout_s)
+            self._buffer, self._at = self._buffer[self._at:] + more, 0
+            if not more:
+                if self._buffer:
+                    raise WireError("the stream ended in the middle of a line")
+                return b""
+
+    def exactly(self, size: int, timeout_s: float) -> bytes:
+        """`size` bytes; LinkError when the stream ends before."""
+        have = self._buffer[self._at:self._at + size]
+        self._at += len(have)
+        if len(have) == size:
+            return have
+        parts, missing = [have], size - len(have)
+        while missing:
+            more = self._stream.read(timeout_s)
+            if not more:
+                raise LinkError("the other side ended the stream too early")
+            parts.append(more[:missing])
+            self._buffer, self._at = more, min(missing, len(more))
+            missing -= len(parts[-1])
+        return b"".join(parts)
+
+    def frame(self, timeout_s: float) -> Tuple[bytes, bytes]:
+        """(kind, payload): one byte of kind, four of length (big-endian), at most 1 MiB of payload."""
+        kind, size = struct.unpack(">cI", self.exactly(5, timeout_s))
+        if size > MAX_FRAME:
+            raise WireError(f"a frame of {size} bytes; at most {MAX_FRAME} are allowed")
+        return kind, self.exactly(size, timeout_s)
+
+
+class Writer:
+    """Gathers frames into writes of a good size. `flush` before waiting for an answer."""
+
+    def __init__(self, stream: Any, timeout_s: float) -> None:
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._parts: List[bytes] = []
+        self._size = 0
+
+    def frame(self, kind: bytes, payload: bytes = b"") -> None:
+        self._add(struct.pack(">cI", kind, len(payload)))
+        if payload:
+            self._add(payload)
+
+    def _add(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size >= SMALL_WRITE:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._parts:
+            self._stream.write(b"".join(self._parts), self._timeout_s)
+            self._parts, self._size = [], 0
