@@ -417,7 +417,7 @@ class Guard:
             self._refuse(path, "it is neither a file nor a folder nor a link")
         if not 0 <= entry.size < MAX_NUMBER:
             self._refuse(path, "its size can't be")
-        if self._windows and _WINDOWS.search(path):
+        if self._windows and (_WINDOWS.search(path) or "\\" in entry.target or ":" in entry.target):
             self._refuse(path, "Windows gives this name another meaning")
         if not self._wanted(path, entry.kind == "dir"):
             self._refuse(path, "it is not a declared output")
