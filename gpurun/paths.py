@@ -1,0 +1,29 @@
+"""Where gpurun keeps what is the operator's own: settings, keys and pins in one folder, what can be made again in another.
+
+Both are made private (0700) when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gpurun.files import make_private_dir
+
+
+def config_dir() -> Path:
+    """$GPURUN_CONFIG, else $XDG_CONFIG_HOME/gpurun, else ~/.config/gpurun: key, cluster.toml, known_hosts, nodes/."""
+    own = os.environ.get("GPURUN_CONFIG")
+    return Path(make_private_dir(own or _xdg("XDG_CONFIG_HOME", "~/.config")))
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/gpurun, else ~/.cache/gpurun: agent files, packed iroh. May be deleted at any time."""
+    return Path(make_private_dir(_xdg("XDG_CACHE_HOME", "~/.cache")))
+
+
+def _xdg(variable: str, default: str) -> str:
+    base = os.environ.get(variable) or ""
+    if not os.path.isabs(base):   # the XDG specification: a relative path is to be ignored
+        base = os.path.expanduser(default)
+    return os.path.join(base, "gpurun")
