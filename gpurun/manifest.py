@@ -343,6 +343,11 @@ def _read_line(line: str, hashed: bool) -> Entry:
     return entry
 
 
+def is_hash(text: str) -> bool:
+    """Whether `text` is a SHA-256 as listings write it."""
+    return bool(_HASH(text))
+
+
 def tree_id(encoded: bytes) -> str:
     return hashlib.sha256(encoded).hexdigest()
 

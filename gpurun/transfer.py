@@ -192,7 +192,9 @@ def push(stream: Any, root: str, entries: Sequence[Entry], encoded: bytes, progr
     channel.stream.finish(IO_S)
     if changed:
         raise ChangedError(changed)
-    return Pushed(_count(answer, "stored"), _count(answer, "bytes"))
+    if _count(answer, "stored") != files:
+        raise TransferError(f"{files - _count(answer, 'stored')} of {files} files arrived broken on the node (SHA-256 differs); run again")
+    return Pushed(files, size)
 
 
 def _send_file(writer: Writer, path: str, size: int, sha256: str, moved: Callable[[int], None]) -> str:
@@ -228,7 +230,7 @@ def _send_file(writer: Writer, path: str, size: int, sha256: str, moved: Callabl
 def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: Callable[[str], None]) -> None:
     """Node: takes what is lacking into the cache; `arrived(tree id)` once all of it is there."""
     tree = _text(header, "tree")
-    known = store.tree(tree) if manifest._HASH(tree) else None
+    known = store.tree(tree) if manifest.is_hash(tree) else None
     sends_listing = header.get("listing") is True
     if not sends_listing and known is None:
         channel.say(have="nothing")

@@ -1,0 +1,291 @@
+"""The agent file's commands on the node: `start` puts an agent to work and says where it is, `serve` is the agent, `supervise` a phase.
+
+    python3 agent-<hash>.pyz start --node-dir ~/.gpurun --authorize ID --bind 0.0.0.0:0 --lib DIR [--relay disabled] [--idle-exit-s N]
+
+`start` prints one line, `GPURUN-ENDPOINT {…}` or `GPURUN-FAILED {"reason": …}`; the word in front makes it findable in whatever login
+shells print. It may be called again at any time: an agent of the same file that lives answers at once, an idle one of another file is
+replaced, a busy one of another file that speaks the same protocol is used as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, Dict, List, Optional
+
+EXIT_OLD_PYTHON, EXIT_NO_IROH, EXIT_NO_FOLDER, EXIT_BUSY_OTHER, EXIT_NOT_UP = 10, 11, 12, 13, 14
+START_S = 30.0                # for the agent to come up: loading iroh from a cold disk takes a few seconds
+REPLACE_S = 10.0
+LOG_CAP_BYTES = 4 << 20
+LOGIN_S = 15.0                # a login shell whose start files hang longer than this isn't waited for
+PROTOCOL = 1                  # wire.PROTOCOL; `start` doesn't import what it doesn't need
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["supervise"]:
+        from gpurun import supervise
+        return supervise.main()
+    parser = argparse.ArgumentParser(prog="gpurun agent")
+    parser.add_argument("command", choices=["start", "serve"])
+    parser.add_argument("--node-dir", required=True)
+    parser.add_argument("--authorize", default="")
+    parser.add_argument("--bind", default="0.0.0.0:0")
+    parser.add_argument("--lib", default="")
+    parser.add_argument("--relay", default="disabled")
+    parser.add_argument("--idle-exit-s", type=float, default=86400.0)
+    parser.add_argument("--ready-fd", type=int, default=-1)
+    options = parser.parse_args(arguments)
+    options.node_dir = os.path.abspath(os.path.expanduser(options.node_dir))
+    return _start(options) if options.command == "start" else _serve(options)
+
+
+def _fail(code: int, reason: str) -> int:
+    print("GPURUN-FAILED " + json.dumps({"reason": reason}), flush=True)
+    return code
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------------------
+
+def _start(options: argparse.Namespace) -> int:
+    from gpurun.files import make_private_dir
+    folder = os.path.join(options.node_dir, "agent")
+    try:
+        make_private_dir(folder)
+        if options.authorize:
+            _authorize(os.path.join(folder, "authorized"), options.authorize)
+    except OSError as error:
+        return _fail(EXIT_NO_FOLDER, f"{error.filename or folder} can't be written: {error.strerror}")
+    known = _living(folder)
+    if known is not None:
+        busy = _claimed(folder)
+        if known["agent"] == _own_hash() or busy and known["protocol"] == PROTOCOL:
+            note = "" if known["agent"] == _own_hash() else f"an agent of another version is busy with {busy} and is used as it is"
+            print("GPURUN-ENDPOINT " + json.dumps(dict(known, note=note)), flush=True)
+            return 0
+        if busy:
+            return _fail(EXIT_BUSY_OTHER, f"an agent that speaks protocol {known['protocol']} (this one: {PROTOCOL}) is busy with {busy}; "
+                                          "wait for it to end, or use the gpurun version that started it")
+        _end(known)
+    return _launch(options, folder)
+
+
+def _authorize(path: str, operator_id: str) -> None:
+    """Adds an operator's id to the list, one a line; the list only ever grows here."""
+    from gpurun.files import atomic_write
+    try:
+        with open(path) as stream:
+            ids = stream.read().split()
+    except FileNotFoundError:
+        ids = []
+    if operator_id not in ids:
+        atomic_write(path, "".join(f"{known}\n" for known in ids + [operator_id]).encode("ascii"))
+
+
+def _living(folder: str) -> Optional[Dict[str, Any]]:
+    """What the last agent said of itself, if that process still lives."""
+    from gpurun import supervise
+    from gpurun.errors import GpurunError
+    from gpurun.files import read_json
+    try:
+        known = read_json(os.path.join(folder, "endpoint.json"))
+    except GpurunError:
+        return None
+    if not known or not known.get("start") or supervise.start_time(int(known["pid"])) != known["start"]:
+        return None
+    return known
+
+
+def _claimed(folder: str) -> str:
+    from gpurun.files import read_json
+    return str((read_json(os.path.join(folder, "claim.json")) or {}).get("run_id") or "")
+
+
+def _end(known: Dict[str, Any]) -> None:
+    from gpurun import supervise
+    for number, patience in ((signal.SIGTERM, REPLACE_S), (signal.SIGKILL, REPLACE_S)):
+        deadline = time.monotonic() + patience
+        supervise.send(known["pid"], number)
+        while time.monotonic() < deadline:
+            if supervise.start_time(known["pid"]) != known["start"]:
+                return
+            time.sleep(0.02)
+
+
+def _launch(options: argparse.Namespace, folder: str) -> int:
+    """Starts `serve` in a session of its own, without our descriptors, and waits for its word on a pipe."""
+    log = os.path.join(folder, "log")
+    try:
+        if os.path.exists(log) and os.path.getsize(log) > LOG_CAP_BYTES:
+            os.replace(log, log + ".old")
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        return _fail(EXIT_NO_FOLDER, f"{log} can't be written: {error.strerror}")
+    ready, child_end = os.pipe()
+    command = [sys.executable, "-I", os.path.abspath(sys.argv[0]), "serve", "--node-dir", options.node_dir, "--bind", options.bind,
+               "--lib", options.lib, "--relay", options.relay, "--idle-exit-s", str(options.idle_exit_s), "--ready-fd", str(child_end)]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, pass_fds=[child_end], cwd="/")
+    os.close(child_end)
+    said, deadline = b"", time.monotonic() + START_S
+    while not said.endswith(b"\n"):
+        if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return _fail(EXIT_NOT_UP, f"the agent said nothing for {START_S:g} s; its log is {log} on the node")
+        more = os.read(ready, 65536)
+        if not more:
+            break
+        said += more
+    if not said:
+        return _fail(EXIT_NOT_UP, f"the agent ended while it started; the end of its log ({log}): {_tail(log)}")
+    answer = json.loads(said.decode("utf-8"))
+    if "reason" in answer:
+        if answer["code"] == EXIT_BUSY_OTHER:                  # another `start` was quicker: its agent is as good
+            known = _living(folder)
+            if known is not None:
+                print("GPURUN-ENDPOINT " + json.dumps(dict(known, note="")), flush=True)
+                return 0
+        return _fail(int(answer["code"]), answer["reason"])
+    print("GPURUN-ENDPOINT " + json.dumps(dict(answer, note="")), flush=True)
+    return 0
+
+
+def _tail(path: str) -> str:
+    with open(path, "rb") as stream:
+        return " | ".join(stream.read()[-2000:].decode("utf-8", "replace").splitlines()[-10:])
+
+
+def _own_hash() -> str:
+    """The hash in the name that the operator gave this file: agent-<hash>.pyz."""
+    return os.path.basename(sys.argv[0]).rpartition(".")[0].rpartition("-")[2]
+
+
+# ---- serve -----------------------------------------------------------------------------------------------------------------------
+
+def _serve(options: argparse.Namespace) -> int:
+    def tell(fields: Dict[str, Any]) -> None:
+        if options.ready_fd >= 0:
+            os.write(options.ready_fd, json.dumps(fields).encode("ascii") + b"\n")
+            os.close(options.ready_fd)
+
+    if options.lib:
+        sys.path.insert(0, options.lib)
+    try:
+        from gpurun import link
+    except Exception as error:               # an ImportError, an OSError of the loader, whatever generated code raises
+        tell({"code": EXIT_NO_IROH, "reason": f"iroh can't be loaded on this node from {options.lib or 'its Python'}: {error}"})
+        return EXIT_NO_IROH
+    from gpurun import __version__, supervise, wire
+    from gpurun.agent import Agent
+    from gpurun.errors import GpurunError
+    from gpurun.files import atomic_write, read_json
+    from gpurun.noderun import supervisor_command
+
+    folder = os.path.join(options.node_dir, "agent")
+    if not _lock(os.path.join(folder, "lock")):
+        tell({"code": EXIT_BUSY_OTHER, "reason": "another agent has this folder"})
+        return EXIT_BUSY_OTHER
+    try:
+        relay: Any = options.relay if options.relay in ("n0", "disabled") else options.relay.split(",")
+        key = link.load_key(os.path.join(folder, "key"))
+        endpoint = _bind(link.Link, key, options.bind, relay, (read_json(os.path.join(folder, "endpoint.json")) or {}).get("port"))
+        agent = Agent(options.node_dir, endpoint, _own_hash(), supervisor_command(), LoginEnvironment())
+    except (GpurunError, OSError) as error:
+        tell({"code": EXIT_NOT_UP, "reason": str(error)})
+        return EXIT_NOT_UP
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))   # jobs are in sessions of their own and go on
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    known = {"id": endpoint.id, "addresses": endpoint.addresses(), "port": endpoint.port(), "relay_url": endpoint.relay_url(),
+             "pid": os.getpid(), "start": supervise.start_time(os.getpid()), "agent": _own_hash(), "version": __version__,
+             "protocol": wire.PROTOCOL, "python": ".".join(map(str, sys.version_info[:3]))}
+    atomic_write(os.path.join(folder, "endpoint.json"), json.dumps(known).encode("ascii"))
+    tell(known)
+    agent.serve(options.idle_exit_s)
+    return 0
+
+
+def _lock(path: str) -> bool:
+    """Holds the folder's lock until this process ends."""
+    import fcntl
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return False
+    return True
+
+
+def _bind(make: Any, key: bytes, bind: str, relay: Any, last_port: Any) -> Any:
+    """The endpoint, on the port of the last agent if any will do: operators have it in their caches."""
+    from gpurun.errors import LinkError
+    from gpurun.wire import CONTROL_ALPN, TRANSFER_ALPN
+    alpns = [CONTROL_ALPN, TRANSFER_ALPN]
+    host, _, port = bind.rpartition(":")
+    if port == "0" and isinstance(last_port, int):
+        try:
+            return make(key, f"{host}:{last_port}", alpns, relay)
+        except LinkError:
+            pass                             # taken meanwhile
+    return make(key, bind, alpns, relay)
+
+
+class LoginEnvironment:
+    """The environment that jobs start from: a login shell's and, in a container, what its first process has besides.
+
+    CUDA's and conda's PATH is set in one of these and nowhere else. Asked once, in the background, when the agent starts.
+    """
+
+    MARK = b"GPURUN-ENVIRONMENT\0"
+    KEEP = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR")
+
+    def __init__(self) -> None:
+        base = {name: os.environ[name] for name in self.KEEP if name in os.environ}
+        base["PATH"] = os.environ.get("PATH") or os.defpath
+        self._base = base
+        self._found: Optional[Dict[str, str]] = None
+        command = ["bash", "-l", "-c", "printf 'GPURUN-ENVIRONMENT\\0'; exec env -0"]
+        try:
+            self._shell: Optional[subprocess.Popen] = subprocess.Popen(command, env=dict(base, TERM="dumb"), stdin=subprocess.DEVNULL,
+                                                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        except OSError:
+            self._shell = None               # no bash: the job itself will say so
+
+    def __call__(self) -> Dict[str, str]:
+        if self._found is None:
+            found = dict(self._base)
+            if self._shell is not None:
+                try:
+                    printed = self._shell.communicate(timeout=LOGIN_S)[0]
+                    found.update(_variables(printed.rpartition(self.MARK)[2]))
+                except subprocess.TimeoutExpired:
+                    os.killpg(self._shell.pid, signal.SIGKILL)
+                    self._shell.communicate()
+            for name in ("SHLVL", "_", "PWD", "OLDPWD", "TERM"):
+                found.pop(name, None)
+            self._found = _with_container(found)
+        return self._found
+
+
+def _variables(printed: bytes) -> Dict[str, str]:
+    pairs = (item.partition(b"=") for item in printed.split(b"\0") if b"=" in item)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def _with_container(found: Dict[str, str]) -> Dict[str, str]:
+    """Adds what only the container's first process has; its PATH entries come behind those that are there."""
+    if not (os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")):
+        return found
+    try:
+        with open("/proc/1/environ", "rb") as stream:
+            first = _variables(stream.read())
+    except OSError:
+        return found
+    entries = found.get("PATH", "").split(":")
+    merged = dict(first, **found)
+    merged["PATH"] = ":".join(entries + [entry for entry in first.get("PATH", "").split(":") if entry and entry not in entries])
+    return merged
