@@ -121,7 +121,9 @@ def _end(run: Run, event: Any, what: str) -> Next:
     """Record the exit code, which decides; then collect in any case."""
     stopped = run.stopped or event.stopped
     how = _how(event, what)
-    reason = how if not stopped else BY_OPERATOR if event.stopped else f"{BY_OPERATOR}; before that the {what or 'job '}had {how[len(what):]}"
+    reason = how
+    if stopped:
+        reason = BY_OPERATOR if event.stopped else f"{BY_OPERATOR}; before that the {what or 'job '}had {how[len(what):]}"
     failed = run.phase if stopped or event.code else ""
     run = replace(run, exit_code=event.code, stopped=stopped, reason=reason, failed_phase=failed)
     return (replace(run, phase="collect"), (COMMAND_OF["collect"],)) if run.has_outputs else _finish(run, event)
