@@ -11,14 +11,12 @@ path, the valid keys and the nearest one. A value of `env` is in no error text a
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping
-from urllib.parse import urlsplit
 
 from gpurun.errors import ConfigError
 
@@ -303,6 +301,8 @@ def parse_host(text: str) -> Host:
         raise ValueError(f"is not a host: an IPv6 address stands in brackets; {form}" if rest.count(":") > 1 else f"is not a host; {form}")
     hostname, port = match[1], int(match[2] or 0)
     if hostname.startswith("["):
+        import ipaddress  # in here, as urlsplit below: few need them, and each takes milliseconds of every start
+
         hostname = hostname[1:-1]
         try:
             ipaddress.IPv6Address(hostname)
@@ -321,6 +321,8 @@ def _relay(file: _Toml, value: Any, path: tuple) -> str | tuple[str, ...]:
         return value
     if type(value) is not list or not value:
         raise file.error(path, 'must be "disabled", "n0" (the public relays of iroh\'s makers) or an array of https URLs')
+    from urllib.parse import urlsplit
+
     for index, url in enumerate(file.texts(value, path)):
         try:
             parts = urlsplit(url)

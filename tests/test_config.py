@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from gpurun import config
@@ -226,6 +226,7 @@ AROUND = st.text(alphabet=st.sampled_from(list("${}A =\"'\\\n\t\0é")), max_size
     "workspace = { env = { K = %s } }", "env = { K = %s }\nname = 'b'", "env = { K = %s }\noutputs = 3"]))
 def test_a_value_never_leaks_into_an_error(write, before, after, quoted, form):
     value = before + SECRET + after
+    assume(not re.search(r"\$\{A*hunter2A*\}", value))  # there it is the name of a variable, which an error shows
     text = MINIMAL + form % (json.dumps(value) if quoted else f'"{value}"')
     try:
         loaded = load_job(write(text), {"A": SECRET, "AA": SECRET})

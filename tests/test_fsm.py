@@ -232,6 +232,11 @@ def test_a_stop_while_outputs_are_collected_changes_nothing():
     assert run.state == COMPLETED and not run.stopped
 
 
+def test_a_stopped_run_is_never_completed():
+    run, _ = step(replace(at("collect"), stopped=True), OutputsCollected())
+    assert (run.state, outcome(run)) == (FAILED, 130)
+
+
 def test_a_stopped_run_stays_130_when_its_outputs_do_not_come():
     run, _ = walk(at("run"), OperatorStop(), JobExited(stopped=True), NodeLost())
     assert outcome(run) == 130 and run.reason.startswith("stopped by the operator; its outputs were not collected")
