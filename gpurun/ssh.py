@@ -14,6 +14,7 @@ import base64
 import getpass
 import logging
 import os
+import posixpath
 import re
 import selectors
 import shlex
@@ -650,14 +651,15 @@ class Connection:
         return self._exec(command, chunks, timeout_s=timeout_s)
 
     def put(self, local_path: str | os.PathLike[str], path: str, progress: Callable[[int], None] | None = None) -> None:
-        """Copy a file to `path` there (mode 0600), whole or not at all; its folder must exist. No sftp needed, only sh, cat, wc and mv.
+        """Copy a file to `path` there (mode 0600), whole or not at all; a missing folder is made (0700). No sftp is needed there.
 
         `progress` is called with the count of bytes sent. Gives up when none was taken for a while, however long the whole takes.
         """
         size = os.path.getsize(local_path)
         temp, final = remote_path(f"{path}.tmp-{os.getpid()}-{time.time_ns() & 0xffffff:x}"), remote_path(path)
+        folder = remote_path(posixpath.dirname(path) or ".")
         # The count is checked there: when a connection breaks, cat sees an end of file like any other. One line, no "!" : csh reads it first.
-        script = (f"umask 077; if cat > {temp} && test $(wc -c < {temp}) -eq {size} && mv -f {temp} {final}; then exit 0; "
+        script = (f"umask 077; if mkdir -p {folder} && cat > {temp} && test $(wc -c < {temp}) -eq {size} && mv -f {temp} {final}; then exit 0; "
                   f"else rm -f {temp}; exit 1; fi")
 
         def blocks() -> Iterator[bytes]:

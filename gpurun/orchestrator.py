@@ -1,0 +1,573 @@
+"""One run from start to end: wait for what happens, step the lifecycle, save, act.
+
+The main thread owns the run: it takes one item after the other out of an inbox, and everything that takes time (the session, the push,
+the logs, the outputs, a new connection) is a thread that ends in an item. After each event the new state is on disk before anything is
+sent. The whole plan goes to the node in one flight behind Hello; a command that the lifecycle asks for later was then sent already, and
+is sent again only to a node that may not have it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import asdict
+from queue import Empty, SimpleQueue
+from typing import Any, Callable, Sequence
+
+from gpurun import __version__, fsm, manifest, transfer, workspace
+from gpurun.config import Cluster, Job
+from gpurun.errors import EXIT_STOPPED, GpurunError, LinkError, NodeBusyError, TransferError, WireError, WorkspaceError
+from gpurun.files import human_bytes, write_all
+from gpurun.link import Link
+from gpurun.messages import (
+    TERMINAL, Busy, CollectOutputs, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeLost, NodeReady, OperatorStop, OutputsCollected,
+    Ping, Refused, RunJob, RunSetup, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
+)
+from gpurun.provider import Node
+from gpurun.records import Record, RunFolder, utc_now
+from gpurun.screen import Screen
+from gpurun.session import DIAL_S, Session, current, dial, reach
+
+TICK_S = 0.2
+PING_S = 5.0
+SILENT_S = 15.0               # nothing heard for so long: the link counts as broken, a new one is tried
+RETRY_S = (0.5, 1.0, 2.0, 5.0)
+REDEPLOY_AFTER = 2            # failed dials before SSH (or this machine) is asked to look after the agent
+LOGS_S = 60.0                 # for the rest of the logs once all else is done, counted from their last move
+FAULT_LOGS_S = 5.0            # the same when the node could not end the run as it should
+PUSHES = 3                    # a workspace that changes under us is listed and pushed again this often
+
+
+class Interrupted(BaseException):
+    """A signal while nothing runs on the node yet: unwinds the preparation. No Exception, so that nothing on the way swallows it."""
+
+
+class Left(Exception):
+    """The operator left a run that goes on."""
+
+
+class Orchestrator:
+    """Drives one run. `run()` returns the result object, whose `exit_code` is the process's."""
+
+    def __init__(self, job: Job, cluster: Cluster, nodes: Sequence[Node], link: Callable[[], Link], folder: RunFolder, record: Record,
+                 screen: Screen, wait: bool = False, operator: str = "") -> None:
+        self._job, self._cluster, self._nodes, self._make_link = job, cluster, list(nodes), link
+        self._folder, self._record, self._screen = folder, record, screen
+        self._wait, self._operator = wait, operator
+        self._fsm = fsm.Run(run_id=record.run_id, has_workspace=job.workdir is not None, has_setup=bool(job.setup),
+                            has_outputs=bool(job.outputs))
+        self._inbox: "SimpleQueue[Any]" = SimpleQueue()
+        self._link: Link | None = None
+        self._session: Session | None = None
+        self._sent: set[str] = set()
+        self._entries: list[manifest.Entry] = []
+        self._encoded = b""
+        self._offsets = {name: 0 for name in transfer.LOGS}
+        self._logs: dict[str, int] = {}
+        self._warned: set[str] = set()
+        self._followed = self._pulled = self._writing = False
+        self._collect_error = ""
+        self._signals = 0
+        self._stop_wanted = self._in_loop = self._busy_told = False
+        self._began = self._phase_began = time.monotonic()
+        self._heard = self._log_moved = self._ended = time.monotonic()
+        self._pinged = 0.0
+        self._attempt = -1                    # -1: connected; else how often reconnecting has failed
+        self._round = 0                       # transfers of an earlier session or claim have an earlier number
+        self._turns = {name: threading.Lock() for name in ("push", "follow", "pull")}   # one at a time of each, whatever session
+
+    # ---- from outside ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """The whole run. Raises GpurunError for what goes wrong before the node has the run; all else is in the result."""
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            try:
+                self._prepare()
+                self._in_loop = True
+            except Interrupted:
+                self._step(OperatorStop(self._fsm.run_id))
+            except GpurunError as error:
+                self._step(NodeFault(self._fsm.run_id, reason=str(error)))
+                raise
+            while not self._finished():
+                self._turn()
+        except Left:
+            return self._leave()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self._close()
+        return self._result()
+
+    def stop(self) -> dict[str, Any]:
+        """Takes over a run that no process here drives, from its record, and ends it."""
+        known = self._record.fsm
+        self._fsm = fsm.Run(**{name: known[name] for name in asdict(self._fsm) if name in known})
+        self._followed = True                 # what it printed from now on is on the node; its logs here stay what they are
+        self._stop_wanted = True
+        return self.run()
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self._signals += 1
+        if not self._in_loop:
+            raise Interrupted
+        self._inbox.put(("signal", None, number))
+
+    # ---- before the node has the run -----------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Lists the workspace while the connection is made, then sends Hello and the whole plan."""
+        dialled: "SimpleQueue[Any]" = SimpleQueue()
+        threading.Thread(target=self._dial_first, args=(dialled,), name="dial", daemon=True).start()
+        if self._job.workdir is not None:
+            self._list_workspace()
+        session, error = dialled.get()
+        self._link = self._make_link()
+        if session is None:
+            session = self._reach_any(error)
+        self._start(session)
+
+    def _dial_first(self, result: "SimpleQueue[Any]") -> None:
+        """Only the quick way, and quietly: all that a second run needs."""
+        try:
+            known = current(self._nodes[0])
+            result.put((None if known is None else dial(self._make_link(), known, self._inbox, DIAL_S), None))
+        except GpurunError as error:
+            result.put((None, error))
+
+    def _reach_any(self, first_error: GpurunError | None) -> Session:
+        """A session with the first node that can be had, the agent deployed where it must be."""
+        assert self._link is not None
+        while True:
+            node = self._nodes[0]
+            if first_error is not None:
+                self._screen.say(f"the agent on {node.name} doesn't answer ({first_error}); looking after it")
+                first_error = None
+            self._screen.phase("connect", f"to {node.name}")
+            try:
+                session = reach(self._link, node, self._inbox, self._screen.say,
+                                lambda name, done, total: self._screen.progress(done, total, "B", name),
+                                lambda: self._screen.phase("deploy", f"to {node.name}"))
+                self._screen.phase("")
+                return session
+            except GpurunError as error:
+                if len(self._nodes) == 1:
+                    raise
+                self._screen.warn(f"{node.name} can't be used: {error}")
+                del self._nodes[0]
+
+    def _list_workspace(self) -> None:
+        root = str(self._job.workdir)
+        self._screen.phase("push", "reading the workspace")
+        found = workspace.scan(root, self._job.exclude, os.path.dirname(self._folder.path),
+                               lambda files, _size, name: self._screen.progress(files, None, "files", name))
+        self._entries, self._encoded = found.entries, manifest.encode(found.entries)
+        files = sum(entry.kind == "file" for entry in found.entries)
+        left_out = f"; {found.excluded_count} left out by exclude" if found.excluded_count else ""
+        self._screen.say(f"workspace {manifest.quote_name(root)}: {files} files, {human_bytes(found.total_bytes)}{left_out}")
+        for skipped in found.skipped[:10]:
+            self._screen.warn(f"'{manifest.quote_name(skipped.path)}' doesn't go: it is {skipped.reason}")
+        if len(found.skipped) > 10:
+            self._screen.warn(f"{len(found.skipped) - 10} more sockets, FIFOs and devices don't go")
+
+    def _start(self, session: Session) -> None:
+        """A first session with a node: claims it for this run."""
+        self._session, node = session, self._nodes[0]
+        self._record.node = {"name": node.name, "kind": node.kind, "agent_id": session.endpoint.agent_id,
+                             "cluster": str(self._cluster.path or "")}
+        self._record.agent, self._record.path = session.endpoint.version, session.path()
+        self._save()
+        self._hello()
+        self._screen.phase("push" if self._job.workdir is not None else "run", f"to {node.name}")
+
+    def _hello(self) -> None:
+        """Opens the session. A node that had the run and lost it must say so: only a run that never began is claimed."""
+        assert self._session is not None
+        self._heard, self._attempt = time.monotonic(), -1
+        plan = self._take_plan()
+        if self._fsm.stopped and self._fsm.state not in TERMINAL:
+            plan.append(StopJob(self._fsm.run_id))
+        hello = Hello(version=__version__, operator=self._operator, run_id=self._fsm.run_id, job=self._job.name, claim=not self._fsm.phase,
+                      wait=self._wait and len(self._nodes) == 1, after=self._record.seq)
+        self._session.begin(hello, *plan)
+        self._start_transfers()
+
+    def _take_plan(self) -> list[Any]:
+        plan = self._plan()
+        self._sent = {type(command).__name__ for command in plan}
+        return plan
+
+    def _plan(self) -> list[Any]:
+        """Every command that the run still needs, in order; the node holds each until its turn."""
+        run_id, done = self._fsm.run_id, fsm.PHASES.index(self._fsm.phase) if self._fsm.phase else 0
+        plan: list[Any] = []
+        if self._fsm.state in TERMINAL:
+            return plan
+        if self._fsm.has_workspace and done <= 0:
+            plan.append(MaterializeWorkspace(run_id, manifest.tree_id(self._encoded)))
+        if self._fsm.has_setup and done <= 1:
+            plan.append(RunSetup(run_id, self._job.setup, self._job.env))
+        if done <= 2:
+            plan.append(RunJob(run_id, self._job.run, self._job.env))
+        if self._fsm.has_outputs:
+            plan.append(CollectOutputs(run_id, list(self._job.outputs)))
+        return plan
+
+    # ---- the loop ------------------------------------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        """The run has ended and so have its logs: the last lines belong to it, so they are waited for as long as they come."""
+        if self._fsm.state not in TERMINAL:
+            return False
+        if self._followed or not self._record.node_dir:
+            return True
+        patience = LOGS_S if self._fsm.exit_code is not None else FAULT_LOGS_S
+        if self._writing or time.monotonic() - max(self._log_moved, self._ended) < patience:
+            return False
+        self._screen.warn(f"the end of the logs didn't come; it is on the node, in {self._record.node_dir}")
+        return True
+
+    def _turn(self) -> None:
+        try:
+            kind, source, item = self._inbox.get(timeout=TICK_S)
+        except Empty:
+            self._screen.live_tick()
+            self._watch_link()
+            return
+        if kind == "signal":
+            self._signalled(item)
+        elif kind in ("said", "broken") and source is not self._session or kind.endswith("_ended") and source != self._round:
+            pass                              # of a session, or a claim, that was replaced
+        else:
+            getattr(self, f"_{kind}")(item)
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGHUP or self._signals > 1:
+            raise Left
+        if self._fsm.phase == "collect":
+            self._screen.warn("the job has ended already; collecting its outputs (Ctrl-C again leaves)")
+        elif self._fsm.state in TERMINAL:
+            raise Left
+        else:
+            self._screen.warn("stopping the job and collecting what there is (Ctrl-C again leaves at once)")
+            self._stop_wanted = True
+            self._try_stop()
+
+    def _try_stop(self) -> None:
+        """In PENDING the plan may be on its way: the stop waits for the node's answer, so that nothing is left running."""
+        if self._fsm.phase or self._session is None or self._busy_told:
+            self._step(OperatorStop(self._fsm.run_id))
+
+    # ---- what the node says --------------------------------------------------------------------------------------------------
+
+    def _said(self, message: Any) -> None:
+        self._heard = time.monotonic()
+        if isinstance(message, Sample):
+            self._folder.append_event({"sample": message.values})
+        elif isinstance(message, Busy):
+            self._busy(message)
+        elif isinstance(message, Refused):
+            self._refused(message)
+        elif isinstance(message, NODE_EVENTS):
+            self._observe(message)
+
+    def _observe(self, event: Any) -> None:
+        try:
+            fsm.accept_from_wire(event)
+            if event.seq and event.seq <= self._record.seq:
+                return                        # seen before the connection broke
+            if isinstance(event, NodeReady):
+                self._ready(event)
+            self._record.seq = max(self._record.seq, event.seq)
+            self._note(event)
+            self._step(event)
+        except WireError as error:
+            self._step(NodeFault(self._fsm.run_id, reason=f"the node broke the protocol: {error}"))
+        if self._stop_wanted and not self._fsm.stopped:
+            self._try_stop()
+
+    def _ready(self, event: NodeReady) -> None:
+        self._record.node["facts"] = {name: event.facts.get(name) for name in ("hostname", "os", "arch", "python", "cpus", "gpus")}
+        self._record.node_dir = f"{event.facts.get('node_dir', '~/.gpurun')}/runs/{self._fsm.run_id}"
+        if self._busy_told:                   # it was refused while the node was busy
+            self._busy_told = False
+            assert self._session is not None
+            self._session.say(*self._take_plan())
+            self._start_transfers()
+            self._screen.phase("push" if self._job.workdir is not None else "run", f"to {self._nodes[0].name}")
+
+    def _note(self, event: Any) -> None:
+        """Times and amounts that the event brings."""
+        now = time.monotonic()
+        if isinstance(event, NodeReady):
+            if not self._record.times["started"]:
+                self._record.times["started"] = utc_now()
+            return
+        if isinstance(event, WorkspaceMaterialized):
+            self._record.seconds["push"] = round(now - self._began, 3)
+        elif isinstance(event, SetupCompleted):
+            self._record.seconds["setup"] = round(event.seconds, 3)
+        elif isinstance(event, JobExited):
+            self._record.seconds["run"] = round(event.seconds, 3)
+            self._phase_began = now
+        elif isinstance(event, OutputsCollected):
+            self._record.seconds["collect"] = round(now - self._phase_began, 3)
+            self._record.missing = list(event.missing)
+            self._record.outputs = [name for name in self._job.outputs if name not in event.missing]
+
+    def _busy(self, busy: Busy) -> None:
+        assert self._session is not None
+        node = self._nodes[0]
+        who = f"{node.name} is busy with {busy.run_id or 'another run'} of {busy.operator or 'another operator'} for {busy.seconds:.0f} s"
+        self._round += 1                      # the transfers of this try end without the run
+        if len(self._nodes) > 1:
+            self._screen.say(f"{who}; trying {self._nodes[1].name}")
+            del self._nodes[0]
+            self._session.close()
+            self._in_loop = False
+            try:
+                self._start(self._reach_any(None))
+            except Interrupted:
+                self._step(OperatorStop(self._fsm.run_id))
+            finally:
+                self._in_loop = True
+        elif self._wait:
+            self._busy_told = True
+            self._screen.phase("wait", who)
+            if self._stop_wanted:
+                self._try_stop()
+        else:
+            error = NodeBusyError(f"{who}. Wait for it with --wait, end it with `gpurun stop`, or name another node with --node.")
+            self._step(NodeFault(self._fsm.run_id, reason=str(error)))
+
+    def _refused(self, refused: Refused) -> None:
+        """The commands that went with a Hello which wasn't granted are refused too: the Busy before them has said it all."""
+        if refused.of in ("", "Hello"):
+            self._step(NodeFault(self._fsm.run_id, reason=f"the node refused: {refused.reason}"))
+
+    # ---- step, save, act -----------------------------------------------------------------------------------------------------
+
+    def _step(self, event: Any) -> None:
+        before = self._fsm
+        self._fsm, commands = fsm.step(self._fsm, event)
+        self._record.fsm = asdict(self._fsm)
+        self._record.state, self._record.phase = self._fsm.state, self._fsm.phase
+        self._record.exit_code, self._record.reason = self._fsm.exit_code, self._fsm.reason
+        if self._fsm.state in TERMINAL and before.state not in TERMINAL:
+            self._ended = time.monotonic()
+            self._record.times["ended"] = utc_now()
+            self._record.seconds["total"] = round(self._ended - self._began, 3)
+        self._save()
+        if self._fsm is not before or commands:
+            self._folder.append_event({"event": type(event).__name__, "from": before.state, "from_phase": before.phase, "to": self._fsm.state,
+                                       "to_phase": self._fsm.phase, "command": list(commands)})
+        self._act(commands)
+        if self._fsm.phase != before.phase and self._fsm.phase not in ("", "workspace"):
+            self._screen.phase(self._fsm.phase)
+        if self._fsm.phase == "collect" and self._collect_error:
+            self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
+
+    def _act(self, commands: Sequence[str]) -> None:
+        """Sends what wasn't sent ahead. A broken session is no error here: the next one gets the whole plan."""
+        wanted = [name for name in commands if name not in self._sent]
+        if not wanted or self._session is None:
+            return
+        known = {type(command).__name__: command for command in self._plan()}
+        known["StopJob"] = StopJob(self._fsm.run_id)
+        self._sent.update(wanted)
+        try:
+            self._session.say(*[known[name] for name in wanted if name in known])
+        except LinkError:
+            pass
+
+    def _save(self) -> None:
+        self._record.offsets = {"stdout": self._offsets["run.out"], "stderr": self._offsets["run.err"],
+                                "setup": self._offsets["setup.out"] + self._offsets["setup.err"]}
+        try:
+            self._folder.save(self._record)
+        except OSError as error:
+            # The run goes on: its truth is on the node too. What can't be written here is said, once.
+            self._warn_once("record", f"the record {self._folder.record} can't be written: {error.strerror}; make room. The run goes on")
+
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            self._screen.warn(text)
+
+    # ---- transfers -----------------------------------------------------------------------------------------------------------
+
+    def _start_transfers(self) -> None:
+        """Each in a thread, on the session of now; what is done already isn't done again."""
+        session = self._session
+        assert session is not None
+        self._round += 1
+        if self._fsm.has_workspace and self._fsm.phase in ("", "workspace") and self._fsm.state not in TERMINAL:
+            self._launch("push", session, self._push_tree)
+        if not self._followed:
+            self._launch("follow", session, self._follow_logs)
+        if self._fsm.has_outputs and not self._pulled and self._fsm.state not in TERMINAL:
+            self._launch("pull", session, self._pull_outputs)
+
+    def _launch(self, name: str, session: Session, work: Callable[[Session], Any]) -> None:
+        started_in = self._round
+
+        def body() -> None:
+            try:
+                with self._turns[name]:       # an earlier one may still be writing what it had got
+                    outcome: Any = work(session)
+            except GpurunError as error:
+                outcome = error
+            except OSError as error:
+                outcome = TransferError(f"{error.strerror or error} ({error.filename})")
+            self._inbox.put((f"{name}_ended", started_in, outcome))
+
+        threading.Thread(target=body, name=name, daemon=True).start()
+
+    def _push_tree(self, session: Session) -> Any:
+        for attempt in range(PUSHES):
+            try:
+                return transfer.push(session.transfer(), str(self._job.workdir), self._entries, self._encoded, self._push_progress)
+            except transfer.ChangedError as error:
+                if attempt == PUSHES - 1:
+                    raise WorkspaceError(f"{error}; tried {PUSHES} times. Wait until nothing writes it, or exclude it.") from None
+                found = workspace.scan(str(self._job.workdir), self._job.exclude, os.path.dirname(self._folder.path))
+                self._entries, self._encoded = found.entries, manifest.encode(found.entries)
+                session.say(MaterializeWorkspace(self._fsm.run_id, manifest.tree_id(self._encoded)))
+
+    def _push_progress(self, done: int, total: int, name: str) -> None:
+        self._record.bytes["pushed"] = done
+        self._screen.progress(done, total, "B", name)
+
+    def _follow_logs(self, session: Session) -> Any:
+        return transfer.follow(session.transfer(), self._fsm.run_id, self._offsets, self._take_log)
+
+    def _take_log(self, name: str, data: bytes) -> None:
+        self._log_moved, self._writing = time.monotonic(), True
+        path = {"run.out": self._folder.stdout, "run.err": self._folder.stderr}.get(name, self._folder.setup)
+        try:
+            if path not in self._logs:
+                self._logs[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            write_all(self._logs[path], data)
+        except OSError as error:
+            self._warn_once(path, f"{path} can't be written: {error.strerror}. The job goes on; its whole log is on the node, in "
+                                  f"{self._record.node_dir}")
+        self._offsets[name] += len(data)
+        {"run.out": self._screen.job_stdout, "run.err": self._screen.job_stderr}.get(name, self._screen.setup_output)(data)
+        self._writing = False
+
+    def _pull_outputs(self, session: Session) -> Any:
+        return transfer.pull(session.transfer(), self._fsm.run_id, list(self._job.outputs), self._folder.outputs, self._pull_progress)
+
+    def _pull_progress(self, done: int, total: int, name: str) -> None:
+        self._record.bytes["pulled"] = done
+        if self._fsm.phase == "collect":
+            self._screen.progress(done, total, "B", name)
+
+    def _push_ended(self, outcome: Any) -> None:
+        if isinstance(outcome, GpurunError) and not isinstance(outcome, LinkError):
+            self._step(NodeFault(self._fsm.run_id, reason=str(outcome)))
+            self._tell_stop()
+
+    def _follow_ended(self, outcome: Any) -> None:
+        if not isinstance(outcome, GpurunError):
+            self._followed = True
+        elif not isinstance(outcome, LinkError):
+            self._warn_once("follow", f"the logs can't be followed: {outcome}")
+            self._followed = True
+
+    def _pull_ended(self, outcome: Any) -> None:
+        if isinstance(outcome, transfer.Pulled):
+            self._pulled = True
+            for path, why in outcome.refused:
+                self._screen.warn(f"the output '{manifest.quote_name(path)}' was not collected: {why}")
+        elif not isinstance(outcome, LinkError):
+            self._collect_error = str(outcome)
+            if self._fsm.phase == "collect":
+                self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
+
+    def _tell_stop(self) -> None:
+        """After a fault of our own the node shouldn't wait for the rest."""
+        if self._session is not None:
+            try:
+                self._session.say(StopJob(self._fsm.run_id))
+            except LinkError:
+                pass
+
+    # ---- the link ------------------------------------------------------------------------------------------------------------
+
+    def _watch_link(self) -> None:
+        now = time.monotonic()
+        if self._attempt >= 0:
+            if now - self._heard > self._cluster.lost_after_s and self._fsm.state not in TERMINAL:
+                self._step(NodeLost(self._fsm.run_id, f"nothing from {self._nodes[0].name} for {now - self._heard:.0f} s, on any way"))
+            return
+        if self._session is not None:
+            if now - self._heard > SILENT_S:
+                self._broken(LinkError(f"nothing heard for {SILENT_S:g} s"))
+            elif now - self._pinged > PING_S:
+                self._pinged = now
+                try:
+                    self._session.say(Ping(int(now)))
+                except LinkError:
+                    pass                      # the session's own thread reports it
+
+    def _broken(self, error: GpurunError) -> None:
+        assert self._session is not None
+        self._session.close()
+        self._session, self._attempt = None, 0
+        if self._finished():
+            return
+        self._screen.warn(f"the connection to {self._nodes[0].name} broke ({error}); the run goes on there, connecting again")
+        threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
+
+    def _reconnect(self) -> None:
+        """Tries until it works or the run has ended; the node's word over SSH counts as well as a dial."""
+        node, link = self._nodes[0], self._link
+        assert link is not None
+        while self._attempt >= 0:
+            time.sleep(RETRY_S[min(self._attempt, len(RETRY_S) - 1)])
+            try:
+                endpoint = node.cached_endpoint()
+                if endpoint is None or self._attempt >= REDEPLOY_AFTER:
+                    endpoint = node.deploy(lambda text: None, lambda name, done, total: None)
+                self._inbox.put(("reconnected", None, dial(link, endpoint, self._inbox, 10.0)))
+                return
+            except GpurunError:
+                self._attempt += 1
+
+    def _reconnected(self, session: Session) -> None:
+        self._session = session
+        self._screen.say(f"connected to {self._nodes[0].name} again")
+        try:
+            self._hello()
+        except LinkError as error:
+            self._broken(error)
+
+    # ---- the end -------------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        for fd in self._logs.values():
+            os.close(fd)
+        self._save()
+        if self._link is not None:
+            self._link.close()
+        self._folder.close()
+
+    def _leave(self) -> dict[str, Any]:
+        run_id = self._fsm.run_id
+        if self._fsm.state not in TERMINAL:
+            self._screen.warn(f"left; the run {run_id} may still be going on {self._nodes[0].name}. End it with: gpurun stop {run_id}")
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
+        record = self._record
+        outputs = record.outputs if self._pulled else []
+        seconds = {name: record.seconds.get(name, 0.0) for name in ("push", "setup", "run", "collect", "total")}
+        return {"run_id": record.run_id, "state": record.state, "exit_code": fsm.outcome(self._fsm) if record.state in TERMINAL else EXIT_STOPPED,
+                "reason": record.reason, "node": record.node.get("name", ""), "outputs_dir": self._folder.outputs, "outputs": outputs,
+                "missing": record.missing, "bytes": dict(record.bytes), "seconds": seconds, "path": record.path}
