@@ -542,14 +542,13 @@ def test_put_is_whole_or_not_at_all(connection, sshd, tmp_path):
     data = os.urandom(3_000_000)
     (tmp_path / "big").write_bytes(data)
     seen = []
-    connection.run("mkdir -p ~/'a b'")
     connection.put(tmp_path / "big", "~/a b/it's $big", seen.append)
     there = sshd.home / "a b/it's $big"
     assert there.read_bytes() == data and there.stat().st_mode & 0o777 == 0o600 and seen[-1] == len(data) and seen == sorted(seen)
     (tmp_path / "none").write_bytes(b"")
     connection.put(tmp_path / "none", "~/a b/none")
     assert sorted(path.name for path in there.parent.iterdir()) == ["it's $big", "none"]
-    with pytest.raises(SSHError, match="(?s)/dev/null/x could not be written.*/dev/null/x"):
+    with pytest.raises(SSHError, match="(?s)/dev/null/x could not be written.*/dev/null"):
         connection.put(tmp_path / "big", "/dev/null/x")
     shutil.rmtree(there.parent)
 
