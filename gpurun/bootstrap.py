@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from gpurun.config import Cluster
     from gpurun.ssh import Connection
 
-SHIPPED = ("__init__", "errors", "messages", "files", "wire", "manifest", "store", "transfer", "link", "supervise", "noderun", "agent", "node")
+SHIPPED = ("__init__", "errors", "messages", "files", "wire", "manifest", "store", "transfer", "link", "supervise", "noderun", "agent",
+           "node")
 
 # Runs before anything of ours is imported, and under any Python: 2.7 has to be able to read it.
 MAIN = """\
@@ -211,7 +212,8 @@ def parse_probe(output: bytes) -> Facts:
     try:
         libc, version = _libc(once["libc"], once["ldd"], bool(lists["musl"]))
         return Facts(os=_filled(once, "os"), arch=_filled(once, "arch"), libc=libc, libc_version=version,
-                     node_dir=_absolute(once, "node_dir"), near=_absolute(once, "near"), writable={"yes": True, "no": False}[once["writable"]],
+                     node_dir=_absolute(once, "node_dir"), near=_absolute(once, "near"),
+                     writable={"yes": True, "no": False}[once["writable"]],
                      free_bytes=int(once["free_kib"]) * 1024 if once.get("free_kib") else -1,   # no df there: unknown
                      home=once["home"], user=once["user"], uid=int(once["uid"]), container=once["container"] == "yes",
                      pythons=tuple(_python_line(line) for line in lists["python"]),
@@ -260,8 +262,8 @@ def check(facts: Facts, host: str, cluster: Cluster) -> str:
             said = facts.pythons[0] if facts.pythons else None
             raise DeployError(f"{host}: `python = \"{cluster.python}\"` {where} " +
                               (f"can't be used: Python {said[1]}: {said[2]}" if said and said[1] else
-                               f"can't be used: {said[2]}" if said else "isn't there") + ". The agent needs Python 3.8 or newer with its whole "
-                              "standard library; without that line gpurun looks for one.")
+                               f"can't be used: {said[2]}" if said else "isn't there") +
+                              ". The agent needs Python 3.8 or newer with its whole standard library; without that line gpurun looks for one.")
         tried = "".join(f"\n  {path}: {' '.join(part for part in (version, state) if part)}" for path, version, state in facts.pythons)
         raise DeployError(f"{host} has no Python that the agent can run on (3.8 or newer, with its whole standard library).{tried}\n"
                           f"Install one there (Debian, Ubuntu: apt-get install python3; Alpine: apk add python3), or name one {where}: "
@@ -273,9 +275,9 @@ def check(facts: Facts, host: str, cluster: Cluster) -> str:
         raise DeployError(f"{host} is {platform}, and iroh, which carries everything between here and there, has no build for that: only "
                           f"for {', '.join(' '.join(key) for key in WHEELS)}. Use another node.")
     if facts.os == "Linux" and facts.libc != "glibc":
-        raise DeployError(f"{host} has {'musl' if facts.libc == 'musl' else 'no glibc'} as its C library (Alpine?), and iroh, which carries "
-                          "everything between here and there, loads only with glibc 2.28 or newer. Use an image on Debian 10, Ubuntu 20.04, "
-                          "RHEL 8 or newer.")
+        raise DeployError(f"{host} has {'musl' if facts.libc == 'musl' else 'no glibc'} as its C library (Alpine?), and iroh, which "
+                          "carries everything between here and there, loads only with glibc 2.28 or newer. Use an image on Debian 10, "
+                          "Ubuntu 20.04, RHEL 8 or newer.")
     if facts.os == "Linux" and facts.libc_version < GLIBC:
         raise DeployError(f"{host} has glibc {'.'.join(map(str, facts.libc_version))}, and iroh, which carries everything between here and "
                           "there, loads only with glibc 2.28 or newer. Use an image on Debian 10, Ubuntu 20.04, RHEL 8 or newer.")
@@ -406,8 +408,9 @@ def deploy(ssh: Connection, cluster: Cluster, operator_id: str, say: Callable[[s
     packed = iroh_zip(tag, say) if missing.iroh else None
     need = (agent.size if missing.agent else 0) + (packed.stat().st_size + _unpacked_size(packed) if packed else 0)
     if need and 0 <= facts.free_bytes < need + SPARE_BYTES:
-        raise DeployError(f"{host}: {facts.near} has {human_bytes(facts.free_bytes)} free, gpurun needs {human_bytes(need + SPARE_BYTES)} "
-                          f"there. Make room, or name another folder in {cluster.path or 'the cluster file'}: node_dir = \"/path/on/the/node\"")
+        raise DeployError(f"{host}: {facts.near} has {human_bytes(facts.free_bytes)} free, gpurun needs "
+                          f"{human_bytes(need + SPARE_BYTES)} there. Make room, or name another folder in "
+                          f"{cluster.path or 'the cluster file'}: node_dir = \"/path/on/the/node\"")
     agent_path, lib_path = f"{facts.node_dir}/agent/{agent.name}", f"{facts.node_dir}/lib/{lib}"
     if missing.agent:
         size = agent.size
@@ -418,7 +421,8 @@ def deploy(ssh: Connection, cluster: Cluster, operator_id: str, say: Callable[[s
         done = ssh.run(f"exec {shlex.quote(facts.python)} -I - {shlex.quote(there)} {shlex.quote(lib_path)}", UNPACK.encode(), UNPACK_S)
         if b"GPURUN-UNPACKED" not in done.stdout:
             raise DeployError(f"{host}: iroh could not be unpacked to {lib_path} (exit code {done.code}):\n{done.last_lines()}")
-    argv = _start_argv(facts.python, agent_path, facts.node_dir, operator_id, f"0.0.0.0:{cluster.udp_port}", lib_path, cluster.relay, idle_exit_s)
+    argv = _start_argv(facts.python, agent_path, facts.node_dir, operator_id, f"0.0.0.0:{cluster.udp_port}", lib_path, cluster.relay,
+                       idle_exit_s)
     done = ssh.run("exec " + shlex.join(argv), timeout_s=START_S)
     return parse_start(host, done.code, done.stdout, done.stderr)
 
@@ -448,7 +452,8 @@ def parse_start(host: str, code: int, stdout: bytes, stderr: bytes) -> dict[str,
             raise DeployError(f"{host}: the agent did not start: {said['reason']} (exit code {code})")
         return check_endpoint(said)
     except (ValueError, KeyError, TypeError) as error:
-        raise DeployError(f"{host}: the agent started and said what can't be read ({error}): {text.decode('utf-8', 'replace')[:500]}") from None
+        raise DeployError(f"{host}: the agent started and said what can't be read ({error}): "
+                          f"{text.decode('utf-8', 'replace')[:500]}") from None
 
 
 def check_endpoint(said: Any) -> dict[str, Any]:
@@ -459,7 +464,8 @@ def check_endpoint(said: Any) -> dict[str, Any]:
             raise ValueError(f"{key} is {said.get(key)!r}")
     if not re.fullmatch(r"[0-9a-z]{32,128}", said["id"]) or not 1 <= said["port"] <= 65535:
         raise ValueError(f"id {said['id']!r}, port {said['port']}")
-    if not all(isinstance(address, str) and re.fullmatch(r"(\d+\.\d+\.\d+\.\d+|\[[0-9a-fA-F:.]+\]):\d+", address) for address in said["addresses"]):
+    address = r"(\d+\.\d+\.\d+\.\d+|\[[0-9a-fA-F:.]+\]):\d+"
+    if not all(isinstance(one, str) and re.fullmatch(address, one) for one in said["addresses"]):
         raise ValueError(f"addresses are {said['addresses']!r}")
     return dict(said)
 
@@ -471,8 +477,8 @@ def _tail(output: bytes, count: int = 10) -> str:
 
 # ---- this machine --------------------------------------------------------------------------------------------------------------
 
-def start_local(node_dir: str | os.PathLike[str], operator_id: str, python: str = "", udp_port: int = 0, relay: str | tuple[str, ...] = "disabled",
-                idle_exit_s: float = 86400) -> dict[str, Any]:
+def start_local(node_dir: str | os.PathLike[str], operator_id: str, python: str = "", udp_port: int = 0,
+                relay: str | tuple[str, ...] = "disabled", idle_exit_s: float = 86400) -> dict[str, Any]:
     """The same agent file on this machine, as a process of its own; iroh is the one that is installed here. Returns as `deploy` does."""
     folder = os.path.abspath(os.path.expanduser(node_dir))
     agent = agent_file()

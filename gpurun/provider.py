@@ -54,7 +54,8 @@ class Node:
     def __init__(self, name: str, cluster: Cluster, key: str) -> None:
         """`key`: what makes this node the same one tomorrow."""
         self.name, self.cluster = name, cluster
-        self._file = hashlib.sha256("\n".join([self.kind, key, cluster.node_dir]).encode("utf-8", "surrogateescape")).hexdigest()[:16] + ".json"
+        same = "\n".join([self.kind, key, cluster.node_dir]).encode("utf-8", "surrogateescape")
+        self._file = hashlib.sha256(same).hexdigest()[:16] + ".json"
 
     def cached_endpoint(self) -> Endpoint | None:
         """What was learned last: no network, no SSH, no Fabric, a millisecond. None: deploy first. The agent may have gone since, or be

@@ -327,7 +327,8 @@ def _load_key(path: str, passphrase: str | None = None) -> paramiko.PKey:
     except OSError as error:
         raise SSHError(f"key {path} can't be read: {error.strerror}") from None
     if os.name == "posix" and stat.S_IMODE(mode) & 0o077 and os.stat(path).st_uid == os.getuid():
-        raise SSHError(f"key {path} may be read by others (mode {stat.S_IMODE(mode):04o}) and isn't used, as in OpenSSH: chmod 600 {path}")
+        raise SSHError(f"key {path} may be read by others (mode {stat.S_IMODE(mode):04o}) and isn't used, as in OpenSSH: "
+                       f"chmod 600 {path}")
     problem = ""
     for kind in (paramiko.Ed25519Key, paramiko.RSAKey, paramiko.ECDSAKey):
         try:
@@ -437,8 +438,8 @@ class _Login(AuthStrategy):
 
     def authenticate(self, transport: paramiko.Transport) -> None:
         target = self.target
-        try:
-            if not transport.auth_none(target.user):   # OpenSSH begins with this too: some servers let in whom the network vouches for
+        try:   # OpenSSH begins with this too: some servers let in whom the network vouches for
+            if not transport.auth_none(target.user):
                 return
         except paramiko.BadAuthenticationType as error:
             if "publickey" not in error.allowed_types:
@@ -460,14 +461,15 @@ class _Login(AuthStrategy):
             else:
                 if more:
                     raise SSHError(f"{target} takes the key {what} and then wants {', '.join(more)} too, which gpurun can't give. "
-                                   "Open it once with a ControlMaster, or ask for a key that is enough.")
+                                   "Ask who runs this host for a login that a key is enough for.")
                 return
         raise SSHError(self._refusal("refused"))
 
     def _refusal(self, did: str) -> str:
         target = self.target
         text = f"login as {target.user} on {target} failed: it {did} "
-        text += f"{len(self.tried)} key(s): {', '.join(self.tried)}." if self.tried else "everybody without a key, and there was none to offer."
+        text += (f"{len(self.tried)} key(s): {', '.join(self.tried)}." if self.tried
+                 else "everybody without a key, and there was none to offer.")
         text += "".join(f"\n  {note}" for note in self.notes)
         if len(self.tried) > 4 and not target.identities_only:
             text += "\n  Many agent keys were offered first: 'IdentityFile' with 'IdentitiesOnly yes' in the ssh config offers one."
@@ -545,6 +547,7 @@ class Connection:
     def close(self) -> None:
         for opened in reversed(self._fabrics):
             opened.close()
+            opened.client.close()   # Fabric closes only what it has seen open; a login that failed has a socket and a thread too
         self._fabrics.clear()
         for process, stderr in self._proxies:
             process.terminate()   # it sees its stdin close as well, but may not care
@@ -556,7 +559,8 @@ class Connection:
             stderr.close()
         self._proxies.clear()
 
-    def _open_hop(self, target: Target, deadline: float, depth: int, before: Sequence[tuple[str, str, int]] | None = None) -> fabric.Connection:
+    def _open_hop(self, target: Target, deadline: float, depth: int,
+                  before: Sequence[tuple[str, str, int]] | None = None) -> fabric.Connection:
         """Open the connection to `target`, after those of its jump hosts. `before`: the hops on the way, where a chain gave them."""
         global connections_opened
         if depth > MAX_HOPS:
@@ -573,14 +577,14 @@ class Connection:
         else:
             options["sock"] = self._dial(target)
         connections_opened += 1
-        left = deadline - time.monotonic()
+        banner_s = max(1.0, min(BANNER_S, deadline - time.monotonic())) if self.connect_within_s else BANNER_S
         policy, login = _HostKeys(target, self.say), _Login(target)
-        config = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig(),   # lazy, and an empty ssh config: no file of Fabric's is read
+        config = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig(),   # lazy, with an ssh config: Fabric reads no file itself
                                overrides={"authentication": {"strategy_class": lambda **_: login}})
         opened = fabric.Connection(target.hostname, user=target.user, port=target.port, config=config, gateway=gateway,
                                    forward_agent=False, connect_timeout=HANDSHAKE_S,
-                                   connect_kwargs=dict(options, banner_timeout=max(1.0, min(BANNER_S, left)) if self.connect_within_s else BANNER_S,
-                                                       auth_timeout=AUTH_S, channel_timeout=CHANNEL_S, transport_factory=policy.transport))
+                                   connect_kwargs=dict(options, banner_timeout=banner_s, auth_timeout=AUTH_S, channel_timeout=CHANNEL_S,
+                                                       transport_factory=policy.transport))
         self._fabrics.append(opened)
         opened.client.set_missing_host_key_policy(policy)
         try:
@@ -616,9 +620,10 @@ class Connection:
             raise _NotYet(f"{target} doesn't answer: no TCP connection within {target.connect_timeout_s:.0f} s. "
                           f"Is it up, and does a firewall let port {target.port} through?") from None
         except OSError as error:
-            raise _NotYet(f"no connection to {target}: {error.strerror or error}. Is the host up, and sshd on port {target.port}?") from None
+            raise _NotYet(f"no connection to {target}: {error.strerror or error}. "
+                          f"Is the host up, and sshd on port {target.port}?") from None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):   # with the keepalives: a dead network is noticed in a minute, not in a quarter of an hour
+        if hasattr(socket, "TCP_USER_TIMEOUT"):   # with the keepalives: a dead network shows in a minute, not in a quarter of an hour
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)
         return sock
 
@@ -635,7 +640,7 @@ class Connection:
     def peer_ip(self) -> str | None:
         """The host's IP address, for a direct connection of another kind; behind a jump host what its name stands for here, or None."""
         sock = self._fabrics[-1].transport.sock
-        if isinstance(sock, socket.socket) and sock.family in (socket.AF_INET, socket.AF_INET6):
+        if not self._proxies and isinstance(sock, socket.socket) and sock.family in (socket.AF_INET, socket.AF_INET6):
             return str(sock.getpeername()[0]).partition("%")[0].removeprefix("::ffff:")
         try:
             return str(socket.getaddrinfo(self.target.hostname, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -658,9 +663,10 @@ class Connection:
         size = os.path.getsize(local_path)
         temp, final = remote_path(f"{path}.tmp-{os.getpid()}-{time.time_ns() & 0xffffff:x}"), remote_path(path)
         folder = remote_path(posixpath.dirname(path) or ".")
-        # The count is checked there: when a connection breaks, cat sees an end of file like any other. One line, no "!" : csh reads it first.
-        script = (f"umask 077; if mkdir -p {folder} && cat > {temp} && test $(wc -c < {temp}) -eq {size} && mv -f {temp} {final}; then exit 0; "
-                  f"else rm -f {temp}; exit 1; fi")
+        # The count is checked there: when a connection breaks, cat sees an end of file like any other. One line and no "!", since the
+        # login shell reads it first, and that may be csh.
+        script = (f"umask 077; if mkdir -p {folder} && cat > {temp} && test $(wc -c < {temp}) -eq {size} && mv -f {temp} {final}; "
+                  f"then exit 0; else rm -f {temp}; exit 1; fi")
 
         def blocks() -> Iterator[bytes]:
             with open(local_path, "rb") as file:
@@ -690,7 +696,7 @@ class Connection:
                     channel.sendall(chunk)
                     sent += len(chunk)
                 channel.shutdown_write()
-            except (OSError, EOFError) as error:   # the command ended without reading it all; its exit code tells. Or a local file broke:
+            except (OSError, EOFError) as error:   # the command ended without reading it all: its exit code tells; or a local file broke
                 problem = error
                 if not channel.closed:
                     channel.close()

@@ -256,6 +256,19 @@ def test_a_refused_key_says_what_was_tried(sshd, config, tmp_path):
         connect("gpu1").open()
 
 
+def test_a_login_that_failed_leaves_no_thread_and_no_socket(sshd, config, tmp_path):
+    config(sshd.config_for("gpu1", IdentityFile=str(keygen(tmp_path / "stranger")))
+           + sshd.config_for("bad", HostKeyAlias="x", StrictHostKeyChecking="yes"))
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for host in ("gpu1", "bad"):
+        with pytest.raises(SSHError):
+            connect(host).open()
+    deadline = time.monotonic() + 5
+    while (threading.active_count(), len(os.listdir("/proc/self/fd"))) > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) <= before
+
+
 @pytest.mark.parametrize("kind", [["-t", "rsa", "-b", "2048"], ["-t", "ecdsa"], ["-t", "rsa", "-b", "2048", "-m", "PEM"]])
 def test_other_kinds_of_keys(sshd, config, tmp_path, kind):
     path = tmp_path / "key"
