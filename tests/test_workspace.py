@@ -163,8 +163,17 @@ def test_no_wildcard_no_pathspec():
 
 # ---- scan ------------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("count", [3, 700])
-def test_scan_hashes_every_file_in_order(tmp_path, count):
+@pytest.fixture(params=[False, True], ids=["alone", "threads"])
+def threads(request, monkeypatch):
+    """The same with threads, which otherwise only large files get."""
+    if request.param:
+        monkeypatch.setattr(workspace, "BIG_FILE", 1)
+        monkeypatch.setattr(workspace, "BIG_BYTES", 1)
+        monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    return request.param
+
+
+def test_scan_hashes_every_file_in_order(tmp_path, threads, count=700):
     for number in range(count):
         path = tmp_path / ("d%d" % (number % 7)) / ("f%d" % number)
         path.parent.mkdir(exist_ok=True)
@@ -184,7 +193,7 @@ def test_scan_hashes_every_file_in_order(tmp_path, count):
     assert manifest.decode(manifest.encode(found.entries)) == found.entries
 
 
-def test_same_tree_same_id(tmp_path):
+def test_same_tree_same_id(tmp_path, threads):
     plant(tmp_path, ["a/%d" % number for number in range(400)])
     os.symlink("0", tmp_path / "a" / "link")
     ids = {manifest.tree_id(manifest.encode(workspace.scan(str(tmp_path), ["*7"]).entries)) for _ in range(4)}
@@ -193,15 +202,13 @@ def test_same_tree_same_id(tmp_path):
     assert manifest.tree_id(manifest.encode(workspace.scan(str(tmp_path), ["*7"]).entries)) not in ids
 
 
-@pytest.mark.parametrize("count", [3, 400])
-def test_a_file_that_vanishes_before_it_is_hashed_was_never_there(tmp_path, count):
+def test_a_file_that_vanishes_before_it_is_hashed_was_never_there(tmp_path, threads, count=400):
     plant(tmp_path, ["a/%03d" % number for number in range(count)])
     found = workspace.scan(str(tmp_path), [], on_progress=lambda files, size, name: os.unlink(tmp_path / "a/001") if name == "a/001" else None)
     assert "a/001" not in [entry.path for entry in found.entries] and len(found.entries) == count
 
 
-@pytest.mark.parametrize("count", [3, 400])
-def test_a_file_that_always_changes_is_named(tmp_path, count, monkeypatch):
+def test_a_file_that_always_changes_is_named(tmp_path, threads, monkeypatch, count=400):
     plant(tmp_path, ["log/%03d" % number for number in range(count)])
     real = os.read
 
@@ -215,7 +222,7 @@ def test_a_file_that_always_changes_is_named(tmp_path, count, monkeypatch):
         workspace.scan(str(tmp_path), [])
 
 
-def test_ctrl_c_ends_a_scan(tmp_path):
+def test_ctrl_c_ends_a_scan(tmp_path, threads):
     plant(tmp_path, ["a/%03d" % number for number in range(400)])
     before = threading.active_count()
 
