@@ -1,14 +1,12 @@
 """Put the agent on a node and start it: the agent file, a probe of the node, what it lacks, the start.
 
-The agent file is a zipapp of the modules in SHIPPED, the same bytes from the same sources, named by their hash. iroh can't be imported
-from a zip, so it lies unpacked beside it; it travels from here, since a node may have no internet. Over SSH all of it takes one
+iroh can't be imported from a zip, so it lies unpacked beside the agent file; it travels from here, since a node may have no internet. Over SSH all of it takes one
 connection: one command that looks, an upload for each part that is missing, one command that starts. What the login shell prints in
 between doesn't matter: everything we read is behind a word of our own.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import io
@@ -24,31 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpurun.agentfile import agent_file
 from gpurun.errors import DeployError
 from gpurun.files import atomic_write, human_bytes, make_private_dir
 from gpurun.paths import cache_dir
+from gpurun.provider import check_endpoint
 
 if TYPE_CHECKING:
     from gpurun.config import Cluster
     from gpurun.ssh import Connection
-
-SHIPPED = ("__init__", "errors", "messages", "files", "wire", "manifest", "store", "transfer", "link", "supervise", "noderun", "agent",
-           "node")
-
-# Runs before anything of ours is imported, and under any Python: 2.7 has to be able to read it.
-MAIN = """\
-import sys
-
-if sys.version_info < (3, 8):
-    sys.stdout.write('GPURUN-FAILED {"reason": "the agent needs Python 3.8 or newer; %s is %d.%d"}\\n'
-                     % (sys.executable.replace("\\\\", "/").replace('"', "'"), sys.version_info[0], sys.version_info[1]))
-    sys.stdout.flush()
-    sys.exit(10)
-
-from gpurun.node import main
-
-sys.exit(main())
-"""
 
 # The platforms that iroh has wheels for, by `uname -s` and `uname -m`.
 WHEELS = {("Linux", "x86_64"): "manylinux_2_28_x86_64", ("Linux", "aarch64"): "manylinux_2_28_aarch64",
@@ -62,52 +44,6 @@ PROBE_S, UNPACK_S, START_S = 60.0, 120.0, 90.0
 PIP_S = 300.0
 
 Progress = Callable[[str, int, int], None]   # what is sent, bytes sent, bytes in all
-
-
-# ---- the agent file ------------------------------------------------------------------------------------------------------------
-
-class AgentFile(NamedTuple):
-    path: Path
-    hash: str
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
-
-
-def agent_file(package: Path = Path(__file__).parent) -> AgentFile:
-    """The zipapp of SHIPPED and the hash that names it; built once for each state of the sources."""
-    members = [("__main__.py", MAIN.encode())]
-    for module in SHIPPED:
-        try:
-            members.append((f"gpurun/{module}.py", (package / f"{module}.py").read_bytes()))
-        except OSError as error:
-            raise DeployError(f"gpurun's own file {error.filename} can't be read: {error.strerror}. Install gpurun again.") from None
-    digest = hashlib.sha256()
-    for name, data in members:
-        digest.update(f"{name} {len(data)}\n".encode() + data)
-    known = digest.hexdigest()[:16]
-    path = cache_dir() / "agent" / f"agent-{known}.pyz"
-    if not path.exists():
-        make_private_dir(path.parent)
-        atomic_write(path, _zipapp(members))
-    return AgentFile(path, known)
-
-
-def _zipapp(members: list[tuple[str, bytes]]) -> bytes:
-    """Stored, with one fixed time: the same bytes wherever they are made, and readable by a Python without zlib."""
-    import zipfile
-    target = io.BytesIO()
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in members:
-            info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-            info.create_system, info.external_attr = 3, 0o100644 << 16
-            archive.writestr(info, data)
-    return target.getvalue()
 
 
 # ---- the probe -----------------------------------------------------------------------------------------------------------------
@@ -456,20 +392,6 @@ def parse_start(host: str, code: int, stdout: bytes, stderr: bytes) -> dict[str,
                           f"{text.decode('utf-8', 'replace')[:500]}") from None
 
 
-def check_endpoint(said: Any) -> dict[str, Any]:
-    """What an agent says of itself, from `start` or its endpoint.json; ValueError where a field is missing or isn't what it must be."""
-    wanted = {"id": str, "addresses": list, "port": int, "pid": int, "agent": str, "version": str, "protocol": int}
-    for key, kind in wanted.items():
-        if type(said.get(key)) is not kind:
-            raise ValueError(f"{key} is {said.get(key)!r}")
-    if not re.fullmatch(r"[0-9a-z]{32,128}", said["id"]) or not 1 <= said["port"] <= 65535:
-        raise ValueError(f"id {said['id']!r}, port {said['port']}")
-    address = r"(\d+\.\d+\.\d+\.\d+|\[[0-9a-fA-F:.]+\]):\d+"
-    if not all(isinstance(one, str) and re.fullmatch(address, one) for one in said["addresses"]):
-        raise ValueError(f"addresses are {said['addresses']!r}")
-    return dict(said)
-
-
 def _tail(output: bytes, count: int = 10) -> str:
     lines = [line for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
     return "\n".join("  " + line for line in lines[-count:]) or "  (no output)"
@@ -486,7 +408,7 @@ def start_local(node_dir: str | os.PathLike[str], operator_id: str, python: str 
     try:
         make_private_dir(there.parent)
         if not there.exists() or there.stat().st_size != agent.size:
-            atomic_write(there, agent.path.read_bytes())
+            atomic_write(there, Path(agent.path).read_bytes())
     except OSError as error:
         raise DeployError(f"{error.filename or there} can't be written: {error.strerror}. Name another folder in a cluster file: "
                           "[provider] kind = \"local\" and node_dir = \"/path\"") from None

@@ -6,7 +6,6 @@ and `gpurun --help` loads nothing.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ class Commands(click.Group):
         if self.get_command(ctx, name) is None:
             if name.endswith(".toml") or os.path.exists(name):
                 return super().resolve_command(ctx, ["run"] + args)
+            import difflib
             near = difflib.get_close_matches(name, self.list_commands(ctx), 1)
             raise ConfigError(f"'{name}' is neither a job file nor a command{f'; did you mean {near[0]}?' if near else ''} "
                               f"The commands are {', '.join(self.list_commands(ctx))}; see gpurun --help.")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -128,3 +130,17 @@ def operator_id() -> str:
 
 def with_port(ip: str, port: int) -> str:
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def check_endpoint(said: Any) -> dict[str, Any]:
+    """What an agent says of itself, from `start` or its endpoint.json; ValueError where a field is missing or isn't what it must be."""
+    wanted = {"id": str, "addresses": list, "port": int, "pid": int, "agent": str, "version": str, "protocol": int}
+    for key, kind in wanted.items():
+        if type(said.get(key)) is not kind:
+            raise ValueError(f"{key} is {said.get(key)!r}")
+    if not re.fullmatch(r"[0-9a-z]{32,128}", said["id"]) or not 1 <= said["port"] <= 65535:
+        raise ValueError(f"id {said['id']!r}, port {said['port']}")
+    address = r"(\d+\.\d+\.\d+\.\d+|\[[0-9a-fA-F:.]+\]):\d+"
+    if not all(isinstance(one, str) and re.fullmatch(address, one) for one in said["addresses"]):
+        raise ValueError(f"addresses are {said['addresses']!r}")
+    return dict(said)

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any, Iterator, Mapping, NamedTuple
@@ -112,7 +111,7 @@ class RunFolder:
             if not os.path.lexists(ignore):
                 atomic_write(ignore, b"*\n", 0o644)
             while True:
-                folder = cls(os.path.join(runs_dir, new_run_id(name, now, secrets.token_hex(2))))
+                folder = cls(os.path.join(runs_dir, new_run_id(name, now, os.urandom(2).hex())))
                 try:
                     os.mkdir(folder.path, 0o700)
                     break
@@ -264,7 +263,7 @@ def _folders(runs_dir: str) -> list[RunFolder]:
 
 
 def _point_latest(runs_dir: str, run_id: str) -> None:
-    temp = os.path.join(runs_dir, TEMP_PREFIX + secrets.token_hex(8))
+    temp = os.path.join(runs_dir, TEMP_PREFIX + os.urandom(8).hex())
     try:
         os.symlink(run_id, temp)
         os.replace(temp, os.path.join(runs_dir, LATEST))

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any, Callable
 
 from gpurun import transfer, wire
+from gpurun.agentfile import agent_file
 from gpurun.errors import GpurunError, LinkError, RefusedError, WireError
 from gpurun.link import Connection, Link, Stream
 from gpurun.messages import NODE_SAYS, Hello
@@ -78,7 +79,6 @@ def dial(link: Link, endpoint: Endpoint, inbox: "SimpleQueue[Any]", timeout_s: f
 
 def current(node: Node) -> Endpoint | None:
     """What is known of the node's agent, if that is an agent of this version; else deploying decides (a busy one is used as it is)."""
-    from gpurun.bootstrap import agent_file
     known = node.cached_endpoint()
     return known if known is not None and known.agent == agent_file().hash else None
 

@@ -20,7 +20,8 @@ import pytest
 from sshd import SSHD, Sshd, own_home_possible
 
 from gpurun import bootstrap, provider
-from gpurun.bootstrap import SHIPPED, agent_file, check, parse_probe, parse_start, probe_script, what_is_missing
+from gpurun.agentfile import SHIPPED, agent_file
+from gpurun.bootstrap import check, parse_probe, parse_start, probe_script, what_is_missing
 from gpurun.config import Cluster, parse_host
 from gpurun.errors import DeployError
 
@@ -53,10 +54,10 @@ def interpreters() -> list[str]:
 
 def test_the_agent_file_is_the_same_bytes_each_time_and_named_by_its_sources(tmp_path, monkeypatch):
     first = agent_file()
-    assert first.name == f"agent-{first.hash}.pyz" and first.size == len(first.path.read_bytes())
+    assert first.name == f"agent-{first.hash}.pyz" and first.size == len(Path(first.path).read_bytes())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     again = agent_file()
-    assert again.hash == first.hash and again.path != first.path and again.path.read_bytes() == first.path.read_bytes()
+    assert again.hash == first.hash and again.path != first.path and Path(again.path).read_bytes() == Path(first.path).read_bytes()
     copy = tmp_path / "package"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     assert agent_file(copy).hash == first.hash
@@ -322,7 +323,7 @@ def test_deploy_sends_what_is_missing_over_one_connection_and_nothing_the_second
     assert host.logins == before + 1 and ("agent", True) in sent and ("iroh", True) in sent
     folder = host.home / ".gpurun"
     agent, lib = bootstrap.agent_file(), f"iroh-{bootstrap.iroh_version()}-{bootstrap._own_tags()[0]}"
-    assert (folder / "agent" / agent.name).read_bytes() == agent.path.read_bytes() and os.listdir(folder / "lib") == [lib]
+    assert (folder / "agent" / agent.name).read_bytes() == Path(agent.path).read_bytes() and os.listdir(folder / "lib") == [lib]
     for path in [folder, *folder.rglob("*")]:
         assert path.name == "argv" or path.stat().st_mode & 0o077 == 0, path
     home = Path(f"~{host.user}").expanduser()

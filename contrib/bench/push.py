@@ -1,0 +1,62 @@
+"""2,000 files of 4 KB that don't compress: pushed the first time, again unchanged, and with 5 of them changed, against `rsync -az`.
+
+Both figures of gpurun are shown: the whole command (start, push, an empty job, exit), and its push phase alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from common import Bench, bench, in_turn, ratio, sh
+
+FILES, SIZE = 2000, 4096
+
+
+def fill(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    for index in range(FILES):
+        path = folder / f"{index % 20:02d}" / f"{index:04d}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(SIZE))
+
+
+def change(folder: Path, count: int) -> None:
+    for index in range(count):
+        (folder / f"{index % 20:02d}" / f"{index:04d}.bin").write_bytes(os.urandom(SIZE))
+
+
+def main() -> None:
+    with bench() as b:
+        tree = b.work / "tree"
+        job = b.job("push", "true", workspace='{ workdir = "tree" }')
+        fill(tree)
+        b.gpurun(job)
+        phases: list[float] = []
+
+        def ours(before: int | None) -> float:
+            fill(tree) if before is None else change(tree, before)
+            result = b.gpurun(job)
+            phases.append(result["seconds"]["push"])
+            return float(result["wall"])
+
+        def theirs(before: int | None) -> float:
+            if before is None:
+                fill(tree)
+                shutil.rmtree(b.sshd.home / "there", ignore_errors=True)
+            else:
+                change(tree, before)
+            return sh("rsync", "-az", "-e", b.rsh, f"{tree}/", "node:there/")
+
+        for what, before, goal in (("the first time", None, "≤ 0.8"), ("again, nothing changed", 0, "≤ 0.5"), ("again, 5 changed", 5, "≤ 0.5")):
+            print(f"{FILES} files of {SIZE} bytes, {what}:")
+            phases.clear()
+            taken = in_turn({"gpurun, the whole command": lambda: ours(before), "rsync -az": lambda: theirs(before)})
+            push = sorted(phases[1:])[len(phases[1:]) // 2]
+            print(f"  {'gpurun, its push phase':<58} {push:8.3f} s")
+            ratio("gpurun, whole : rsync -az", taken["gpurun, the whole command"], taken["rsync -az"], goal)
+            ratio("gpurun, push phase : rsync -az", push, taken["rsync -az"], goal)
+
+
+main()
