@@ -2,14 +2,16 @@
 
 One bidirectional stream a session. One JSON object a line, UTF-8, at most 1 MiB with its newline; `type` is a class name of
 `messages.py`, the other keys are its fields. Unknown keys are ignored, a missing key has the field's default. An unknown type, a
-field of the wrong type, an over-long line, bad UTF-8 or bad JSON ends that session with a `Refused` line and touches nothing else.
+field of the wrong type, an empty or over-long line, bad UTF-8 or bad JSON (NaN and Infinity are) ends that session with a `Refused`
+line and touches nothing else.
 
 The opener (operator) writes `Hello` first:
 
     {"type":"Hello","version":"0.1.0","operator":"ana@laptop","run_id":"mnist-20260102-030405-1a2b","job":"mnist","claim":true}
 
 The node answers `NodeReady` (with `claim`: the node is this run's), or `Busy` (the claim wasn't given; with `wait` a `NodeReady`
-follows when it is), or `Refused`. Then it sends again each event of that run whose `seq` is above `after`, and each new one:
+follows when it is, and the commands sent until then are held), or `Refused`. Then it sends again each event of that run whose `seq`
+is above `after`, and each new one:
 
     {"type":"NodeReady","run_id":"mnist-20260102-030405-1a2b","facts":{"python":"3.11.2","cpus":8}}
     {"type":"WorkspaceMaterialized","run_id":"mnist-20260102-030405-1a2b","seq":1,"files":12,"size_bytes":48121}
@@ -43,6 +45,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
@@ -54,15 +57,24 @@ TRANSFER_ALPN = b"gpurun/transfer/1"
 MAX_LINE = 1 << 20            # a plan with a long script fits; a peer can't make us hold more
 MAX_FRAME = 1 << 20
 SMALL_WRITE = 512 << 10       # frames are gathered up to this size: one write for many small files
+MAX_DEPTH = 16                # of facts and samples: who writes them out again must not run into Python's recursion limit
+
+
+def _flat(value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Plain JSON of a sane depth whose numbers any JSON can carry."""
+    if isinstance(value, (dict, list)):
+        return depth > 0 and all(_flat(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
 
 _CHECKS: Dict[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63,
-    "float": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "float": lambda value: isinstance(value, float) and math.isfinite(value) or isinstance(value, int) and _CHECKS["int"](value),
     "List[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     "Dict[str, str]": lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
-    "Dict[str, Any]": lambda value: isinstance(value, dict),
+    "Dict[str, Any]": lambda value: isinstance(value, dict) and _flat(value),
 }
 
 
@@ -85,21 +97,26 @@ def decode(line: bytes, accepted: Sequence[type]) -> Any:
         if cls.__name__ == kind:
             break
     else:
-        raise WireError(f"a message of type {str(kind)[:60]!r} isn't taken here")
+        said = repr(kind[:60]) if isinstance(kind, str) else "that is no text"
+        raise WireError(f"a message of type {said} isn't taken here")
     values = {}
     for field in dataclasses.fields(cls):
         if field.name in fields:
             value = fields[field.name]
             if not _CHECKS[str(field.type)](value):
-                raise WireError(f"{kind}.{field.name} must be {field.type}, not {type(value).__name__}")
+                raise WireError(f"{kind}.{field.name} must be {field.type}, within bounds; this {type(value).__name__} isn't")
             values[field.name] = value
     return cls(**values)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")   # Python's json takes NaN and Infinity unless told otherwise
 
 
 def decode_object(line: bytes) -> Dict[str, Any]:
     """A JSON object out of one line; WireError when it isn't one."""
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise WireError(f"not a line of JSON in UTF-8: {line[:60]!r}") from None
     if not isinstance(value, dict):
@@ -108,54 +125,77 @@ def decode_object(line: bytes) -> Dict[str, Any]:
 
 
 class Reader:
-    """Lines, and exact numbers of bytes, out of a stream that gives what has arrived."""
+    """Lines, and exact numbers of bytes, out of a stream that gives what has arrived.
+
+    LinkTimeoutError loses nothing, in the middle of a line or a frame either: what had arrived is there for the next call.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._buffer = b""
-        self._at = 0
+        self._at = 0                  # what of the buffer has been taken
+        self._more: List[bytes] = []  # arrived behind the buffer; joined only once there is enough
+        self._size = 0                # bytes not taken yet, in both
 
     def line(self, timeout_s: float) -> bytes:
-        """One line without its newline; b"" at the end of the stream. LinkTimeoutError loses nothing."""
-        start = self._at
-        while True:
-            end = self._buffer.find(b"\n", start)
-            if end >= 0:
-                line = self._buffer[self._at:end]
-                self._at = end + 1
-                return line
-            if len(self._buffer) - self._at >= MAX_LINE:
-                raise WireError(f"a line of more than {MAX_LINE} bytes")
-            start = len(self._buffer) - self._at
-            more = self._stream.read(timeout_s)
-            self._buffer, self._at = self._buffer[self._at:] + more, 0
-            if not more:
-                if self._buffer:
+        """One line without its newline; b"" at the end of the stream. An empty line is no line of any protocol here: WireError."""
+        self._join()                  # parts that a call left behind which ran out of time
+        end = self._buffer.find(b"\n", self._at)
+        while end < 0 and self._size < MAX_LINE:
+            if not self._receive(timeout_s):
+                if self._size:
                     raise WireError("the stream ended in the middle of a line")
                 return b""
+            if b"\n" in self._more[-1]:
+                self._join()
+                end = self._buffer.find(b"\n")
+        if end < 0 or end - self._at >= MAX_LINE:
+            raise WireError(f"a line of more than {MAX_LINE} bytes")
+        if end == self._at:
+            raise WireError("an empty line")
+        return self._take(end + 1 - self._at)[:-1]
 
     def exactly(self, size: int, timeout_s: float) -> bytes:
         """`size` bytes; LinkError when the stream ends before."""
-        have = self._buffer[self._at:self._at + size]
-        self._at += len(have)
-        if len(have) == size:
-            return have
-        parts, missing = [have], size - len(have)
-        while missing:
-            more = self._stream.read(timeout_s)
-            if not more:
-                raise LinkError("the other side ended the stream too early")
-            parts.append(more[:missing])
-            self._buffer, self._at = more, min(missing, len(more))
-            missing -= len(parts[-1])
-        return b"".join(parts)
+        self._need(size, timeout_s)
+        return self._take(size)
 
     def frame(self, timeout_s: float) -> Tuple[bytes, bytes]:
         """(kind, payload): one byte of kind, four of length (big-endian), at most 1 MiB of payload."""
-        kind, size = struct.unpack(">cI", self.exactly(5, timeout_s))
+        self._need(5, timeout_s)
+        kind, size = struct.unpack_from(">cI", self._buffer, self._at)
         if size > MAX_FRAME:
             raise WireError(f"a frame of {size} bytes; at most {MAX_FRAME} are allowed")
-        return kind, self.exactly(size, timeout_s)
+        self._need(5 + size, timeout_s)
+        self._take(5)
+        return kind, self._take(size)
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Waits for more; False at the end of the stream."""
+        more = self._stream.read(timeout_s)
+        if more:
+            self._more.append(more)
+            self._size += len(more)
+        return bool(more)
+
+    def _need(self, size: int, timeout_s: float) -> None:
+        """Brings at least `size` bytes into the buffer."""
+        while self._size < size:
+            if not self._receive(timeout_s):
+                raise LinkError("the other side ended the stream too early")
+        if len(self._buffer) - self._at < size:
+            self._join()
+
+    def _join(self) -> None:
+        if self._more:
+            self._buffer, self._at = b"".join([self._buffer[self._at:]] + self._more), 0
+            self._more.clear()
+
+    def _take(self, size: int) -> bytes:
+        taken = self._buffer[self._at:self._at + size]
+        self._at += size
+        self._size -= size
+        return taken
 
 
 class Writer:
@@ -168,6 +208,8 @@ class Writer:
         self._size = 0
 
     def frame(self, kind: bytes, payload: bytes = b"") -> None:
+        if len(payload) > MAX_FRAME:  # the peer would refuse it, less clearly
+            raise WireError(f"a {kind!r} frame of {len(payload)} bytes; at most {MAX_FRAME} are allowed")
         self._add(struct.pack(">cI", kind, len(payload)))
         if payload:
             self._add(payload)
