@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -18,7 +17,7 @@ from typing import Any, Iterator
 
 import pytest
 
-from gpurun import supervise
+from agents import end_agents
 
 CLEAN = ("PATH", "LANG", "TMPDIR", "PIP_INDEX_URL", "PIP_CONFIG_FILE", "PIP_NO_INDEX", "PIP_FIND_LINKS", "XDG_CONFIG_DIRS")
 LIMIT_S = 120
@@ -99,19 +98,6 @@ def toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml(item) for item in value) + "]"
     return json.dumps(value)
-
-
-def end_agents(folder: Path) -> None:
-    """Ends every agent with its node folder below `folder`, and what its jobs left."""
-    for endpoint in list(folder.rglob("agent/endpoint.json")):
-        known = json.loads(endpoint.read_text())
-        below = supervise.descendants(known["pid"])
-        for run in (endpoint.parent.parent / "runs").iterdir() if (endpoint.parent.parent / "runs").is_dir() else ():
-            below |= supervise.of_run(run.name)
-        if supervise.start_time(known["pid"]) == known["start"]:
-            os.kill(known["pid"], signal.SIGKILL)
-        for pid in below:
-            supervise.send(pid, signal.SIGKILL)
 
 
 @pytest.fixture

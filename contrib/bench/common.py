@@ -21,7 +21,7 @@ from typing import Any, Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from conftest import end_agents   # noqa: E402
+from agents import end_agents   # noqa: E402
 from sshd import Sshd   # noqa: E402
 
 RUNS = int(os.environ.get("BENCH_RUNS", "5"))
@@ -71,7 +71,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     folder = Path(tempfile.mkdtemp(prefix="gpurun-bench-"))
     try:
-        with Sshd(folder / "sshd") as sshd:
+        with Sshd(folder / "sshd", ["Subsystem sftp internal-sftp"]) as sshd:   # scp wants it, gpurun doesn't
             yield Bench(folder, sshd)
     finally:
         end_agents(folder)

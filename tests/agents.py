@@ -1,0 +1,23 @@
+"""Ending agents that tests and benchmarks started, and what their jobs left. Needs no pytest."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from gpurun import supervise
+
+
+def end_agents(folder: Path) -> None:
+    """Ends every agent with its node folder below `folder`, and what its jobs left."""
+    for endpoint in list(folder.rglob("agent/endpoint.json")):
+        known = json.loads(endpoint.read_text())
+        below = supervise.descendants(known["pid"])
+        for run in (endpoint.parent.parent / "runs").iterdir() if (endpoint.parent.parent / "runs").is_dir() else ():
+            below |= supervise.of_run(run.name)
+        if supervise.start_time(known["pid"]) == known["start"]:
+            os.kill(known["pid"], signal.SIGKILL)
+        for pid in below:
+            supervise.send(pid, signal.SIGKILL)
