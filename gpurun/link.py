@@ -16,20 +16,22 @@ import ctypes
 import os
 import re
 import threading
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+import traceback
+from concurrent.futures import CancelledError, Future, TimeoutError as FutureTimeoutError
 from typing import Any, Callable, Coroutine, List, Optional, Sequence, Tuple
 
 import iroh
 from iroh import iroh_ffi
 
 from gpurun.errors import LinkError, LinkTimeoutError, RefusedError
-from gpurun.files import atomic_write
+from gpurun.files import TEMP_PREFIX, atomic_write
 
 READ_BYTES = 1 << 20          # asked for at once; iroh returns what has arrived, about 0.4 MB on a fast path
 WRITE_BYTES = 512 << 10       # the size of a write that a sender should aim for; below 128 KiB the cost per call shows
 WRITES_IN_FLIGHT = 2          # so that reading a file and sending the block before it overlap
 HANDSHAKE_S = 15.0            # on the accepting side: a peer that doesn't finish its handshake is let go
 HANDSHAKES_AT_ONCE = 64       # more are refused at once: they cost memory before we know who it is
+ACCEPT_PAUSE_S = 0.01
 STREAMS_AT_ONCE = 256         # handler threads over all connections; one more stream is reset
 CLOSE_NOT_AUTHORIZED = 403
 CLOSE_BYE = 0
@@ -61,28 +63,46 @@ FAST_WRITES = _use_fast_writes()
 def load_key(path: str) -> bytes:
     """The 32 secret bytes of the Ed25519 key at `path`; made there (0600) if there is none.
 
-    Raises LinkError when the file is not a key or may be read by others.
+    Raises LinkError when the file is not a key or may be read by others. Processes that make one at the same time get the same.
     """
-    try:
-        with open(path, "rb") as stream:
-            mode = os.fstat(stream.fileno()).st_mode
-            key = stream.read(64)
-    except FileNotFoundError:
-        key = os.urandom(32)
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        atomic_write(path, key.hex().encode() + b"\n", 0o600)
-        return load_key(path)                         # two processes may make one at the same time: the last one in place counts
-    except OSError as error:
-        raise LinkError(f"can't read gpurun's key {path}: {error.strerror}") from None
-    if mode & 0o077:
+    for made in (False, True):
+        try:
+            with open(path, "rb") as stream:
+                mode = os.fstat(stream.fileno()).st_mode
+                key = stream.read(128)
+            break
+        except FileNotFoundError:
+            if made:
+                raise LinkError(f"gpurun's key {path} is a link to a file that isn't there: remove the link, gpurun then makes a key") from None
+            _make_key(path)
+        except OSError as error:
+            raise LinkError(f"can't read gpurun's key {path}: {error.strerror}") from None
+    if mode & 0o077 and os.name == "posix":
         raise LinkError(f"gpurun's key {path} may be read by others (mode {mode & 0o777:04o}): run 'chmod 600 {path}'")
     try:
-        secret = bytes.fromhex(key.decode("ascii").strip())
-        if len(secret) != 32:
+        text = key.decode("ascii").strip()
+        if not re.fullmatch("[0-9a-fA-F]{64}", text):
             raise ValueError
+        return bytes.fromhex(text)
     except ValueError:
         raise LinkError(f"{path} is not a gpurun key (64 hexadecimal digits): move it away, gpurun then makes a new one") from None
-    return secret
+
+
+def _make_key(path: str) -> None:
+    """Puts a new key at `path` unless another process is quicker: a key that somebody has read already is never replaced."""
+    temp = os.path.join(os.path.dirname(path), TEMP_PREFIX + os.urandom(8).hex())
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        atomic_write(temp, os.urandom(32).hex().encode() + b"\n", 0o600)
+        try:
+            os.link(temp, path)
+            os.unlink(temp)
+        except FileExistsError:
+            os.unlink(temp)
+        except OSError:
+            os.replace(temp, path)                    # a file system without hard links: the last one in place counts
+    except OSError as error:
+        raise LinkError(f"gpurun's key {path} can't be made: {error.strerror}") from None
 
 
 def public_id(key: bytes) -> str:
@@ -151,6 +171,8 @@ class Stream:
             data = future.result(timeout_s)
         except (FutureTimeoutError, asyncio.TimeoutError):
             raise LinkTimeoutError(f"nothing from {self.connection.name} for {timeout_s:g} s") from None
+        except CancelledError:
+            raise LinkError(f"the stream to {self.connection.name} was given up") from None
         except iroh.IrohError as error:
             raise self.connection.broken(error) from None
         self._reading = self._loop.start(self._recv.read(READ_BYTES)) if data else None
@@ -167,6 +189,8 @@ class Stream:
             self._writing[0].result(timeout_s)
         except (FutureTimeoutError, asyncio.TimeoutError):
             raise LinkTimeoutError(f"{self.connection.name} took nothing for {timeout_s:g} s") from None
+        except CancelledError:
+            raise LinkError(f"the stream to {self.connection.name} was given up") from None
         except iroh.IrohError as error:
             raise self.connection.broken(error) from None
         del self._writing[0]
@@ -180,18 +204,25 @@ class Stream:
         self.flush(timeout_s)
         self._loop.call(self._send.finish(), timeout_s, f"ending a stream to {self.connection.name}")
 
+    def stop_reading(self) -> None:
+        """Nothing more will be read: a peer that still writes is told so at once. What was written to it still arrives."""
+        self._give_up([self._reading], [self._recv.stop])
+
     def abort(self) -> None:
         """Gives the stream up, both ways, without waiting."""
-        async def reset() -> None:
-            for step in (self._send.reset(1), self._recv.stop(1)):
+        self._give_up(self._writing + [self._reading], [self._send.reset, self._recv.stop])
+
+    def _give_up(self, pending: "List[Optional[Future[Any]]]", steps: Sequence[Callable[[int], Any]]) -> None:
+        async def end() -> None:
+            for step in steps:
                 try:
-                    await step
+                    await step(1)
                 except iroh.IrohError:
                     pass                                        # already over: that is what was wanted
-        for future in self._writing + [self._reading]:
+        for future in pending:
             if future is not None:
                 future.cancel()
-        self._loop.start(reset())
+        self._loop.start(end())
 
 
 class Connection:
@@ -205,18 +236,24 @@ class Connection:
         self.name = name or self.peer_id[:10]
 
     def open(self, timeout_s: float = 10.0) -> Stream:
-        return Stream(self, self._loop.call(self._connection.open_bi(), timeout_s, f"opening a stream to {self.name}"))
+        async def open_bi() -> Any:
+            try:
+                return await self._connection.open_bi()
+            except iroh.IrohError as error:
+                raise self.broken(error) from None
+
+        return Stream(self, self._loop.call(open_bi(), timeout_s, f"opening a stream to {self.name}"))
 
     def broken(self, error: BaseException) -> LinkError:
         """The LinkError for a failed read or write: with the peer's own word where it closed the connection."""
-        closed = self._connection.close_reason()
-        if closed:
-            code = re.search(r"error_code: (\d+), reason: b\"((?:[^\"\\]|\\.)*)\"", closed)
-            if code and int(code.group(1)) == CLOSE_NOT_AUTHORIZED:
-                return RefusedError(f"{self.name} refused this operator: {code.group(2)}")
-            if code:
-                return LinkError(f"{self.name} closed the connection ({code.group(2) or 'no reason given'})")
-        return LinkError(f"the connection to {self.name} broke: {_explain(error)}")
+        explained = _explain(error)
+        # Either may come first, and only in Rust's debug form does it have the peer's code.
+        code = re.search(r"error_code: (\d+), reason: b\"((?:[^\"\\]|\\.)*)\"", f"{self._connection.close_reason()} {explained}")
+        if code and int(code.group(1)) == CLOSE_NOT_AUTHORIZED:
+            return RefusedError(f"{self.name} refused this operator: {code.group(2)}")
+        if code:
+            return LinkError(f"{self.name} closed the connection ({code.group(2) or 'no reason given'})")
+        return LinkError(f"the connection to {self.name} broke: {explained}")
 
     def path(self) -> str:
         """"direct" or "relay": the path that is in use now."""
@@ -249,6 +286,7 @@ class Link:
         self._endpoint = self._loop.call(iroh.Endpoint.bind(options), timeout_s, f"binding UDP {bind}")
         self.id = str(self._endpoint.id())
         self._streams = threading.BoundedSemaphore(STREAMS_AT_ONCE)
+        self._serving: "set[asyncio.Task]" = set()
 
     def addresses(self) -> List[str]:
         """The addresses, "ip:port", that this endpoint knows of itself."""
@@ -276,7 +314,16 @@ class Link:
             raise LinkError(f"the address of {name} can't be used: {_explain(error)}") from None
 
         async def connect() -> List[Any]:
-            return await asyncio.gather(*[self._endpoint.connect(address, alpn) for alpn in alpns])
+            tries = [asyncio.ensure_future(self._endpoint.connect(address, alpn)) for alpn in alpns]
+            try:
+                return await asyncio.gather(*tries)
+            except BaseException:                               # one without the other is of no use
+                for one in tries:
+                    one.cancel()
+                for one in await asyncio.gather(*tries, return_exceptions=True):
+                    if not isinstance(one, BaseException):
+                        one.close(CLOSE_BYE, b"")
+                raise
 
         tried = ", ".join(addresses) or relay_url or "no address"
         connections = self._loop.call(connect(), timeout_s, f"connecting to {name} over UDP ({tried})")
@@ -300,10 +347,11 @@ class Link:
                 if len(tasks) >= HANDSHAKES_AT_ONCE:
                     await incoming.refuse()
                     continue
-            except iroh.IrohError:
+            except Exception:                                   # that peer's fault, not the endpoint's
                 if self._endpoint.is_closed():
                     return
-                continue                                        # that peer's fault, not the endpoint's
+                await asyncio.sleep(ACCEPT_PAUSE_S)             # were it ours after all, the loop must not eat a core
+                continue
             task = asyncio.ensure_future(self._admit(incoming, authorized, handle))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -317,10 +365,17 @@ class Link:
             alpn, raw = await asyncio.wait_for(handshake(), HANDSHAKE_S)
         except (iroh.IrohError, asyncio.TimeoutError):
             return                                              # a wrong ALPN or a stranger: nothing of ours is touched
-        if not authorized(str(raw.remote_id())):
+        try:
+            admitted = authorized(str(raw.remote_id()))
+        except Exception:                                       # whoever can't be looked up isn't let in
+            traceback.print_exc()
+            admitted = False
+        if not admitted:
             raw.close(CLOSE_NOT_AUTHORIZED, b"this key is not in the agent's list of operators")
             return
-        asyncio.ensure_future(self._streams_of(Connection(self._loop, raw, alpn), handle))
+        serving = asyncio.ensure_future(self._streams_of(Connection(self._loop, raw, alpn), handle))
+        self._serving.add(serving)                              # the loop itself holds tasks only weakly
+        serving.add_done_callback(self._serving.discard)
 
     async def _streams_of(self, connection: Connection, handle: Callable[[Stream], None]) -> None:
         while True:
@@ -331,14 +386,22 @@ class Link:
             if not self._streams.acquire(blocking=False):
                 stream.abort()
                 continue
-            threading.Thread(target=self._handled, args=(stream, handle), name="stream", daemon=True).start()
+            try:
+                threading.Thread(target=self._handled, args=(stream, handle), name="stream", daemon=True).start()
+            except RuntimeError:                                # no more threads on this machine
+                self._streams.release()
+                stream.abort()
 
     def _handled(self, stream: Stream, handle: Callable[[Stream], None]) -> None:
         try:
             handle(stream)
         except LinkError:
-            pass                                                # that peer is gone
+            stream.abort()                                      # that peer is gone
+        except Exception:                                       # a bug of ours: this stream's end and nobody else's
+            traceback.print_exc()
+            stream.abort()
         finally:
+            stream.stop_reading()                               # or the read under way would stay as long as the connection
             self._streams.release()
 
     def close(self, timeout_s: float = 2.0) -> None:
