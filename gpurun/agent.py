@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
 from gpurun import __version__, transfer, wire
@@ -33,6 +34,8 @@ SILENCE_S = 60.0              # an operator pings every few seconds; a session s
 NO_RUN_S = 60.0               # a transfer may be asked for before its run's claim is given
 NEVER_STARTED_S = 300.0       # a run whose operator vanished before its job could start is given up
 HOUSEKEEPING_S = 5.0
+MAX_WAITING = 200             # sessions in line, before those that have gone are sorted out
+MAX_UNSENT = 10000            # answers to an operator that asks and doesn't read
 TRIM_EVERY_S = 600.0
 KEEP_RUNS = 20                # collected runs beyond this lose their folder, oldest first
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}").fullmatch
@@ -57,35 +60,45 @@ class Agent:
         self._used_at = time.monotonic()
         self._authorized: Tuple[int, frozenset] = (0, frozenset())
         self._gpus: List[Dict[str, Any]] = []
+        self._trimmed = time.monotonic()
         self._facts = _facts()
         self._write_claim()
 
     # ---- life ------------------------------------------------------------------------------------------------------------
 
-    def serve(self, idle_exit_s: float) -> None:
-        """Takes up what an earlier agent left, then serves until the node has been idle for `idle_exit_s`."""
+    def begin(self) -> None:
+        """Takes up what an earlier agent left and accepts operators from now on."""
         self._take_up_runs()
         self._supervisors.prepare()
         threading.Thread(target=self._ask_gpus, name="gpus", daemon=True).start()
         self.link.serve(self.authorized, self.handle)
-        trimmed = time.monotonic()
+
+    def serve(self, idle_exit_s: float) -> None:
+        """Keeps house until the node has been idle for `idle_exit_s`."""
+        self._trimmed = time.monotonic()
         while True:
-            time.sleep(HOUSEKEEPING_S)
-            now = time.monotonic()
-            run = self._claim
-            if run is not None:
-                self._sample(run)
-                if not run.has_process and now - run.touched > NEVER_STARTED_S:
-                    run.give_up(f"the operator was silent for {NEVER_STARTED_S:g} s before the job could start")
-            elif now - trimmed > TRIM_EVERY_S:
-                self.store.trim()
-                self._prune()
-                trimmed = now
-            if self._claim is not None or self._sessions:
-                self._used_at = now
-            elif now - self._used_at > idle_exit_s:
-                self.close()
+            time.sleep(min(HOUSEKEEPING_S, max(idle_exit_s, 0.1)))
+            try:
+                self._keep_house()
+            except Exception:                # a disk that is full, a file that went: nothing that may end the agent
+                traceback.print_exc()
+            if time.monotonic() - self._used_at > idle_exit_s:
                 return
+
+    def _keep_house(self) -> None:
+        now, run = time.monotonic(), self._claim
+        if run is not None or self._sessions:
+            self._used_at = now
+        if run is not None:
+            if run.listeners:
+                run.touched = now            # its operator is there: a push may take hours
+            if not run.has_process and now - run.touched > NEVER_STARTED_S:
+                run.give_up(f"the operator was silent for {NEVER_STARTED_S:g} s before the job could start")
+            self._sample(run)
+        elif now - self._trimmed > TRIM_EVERY_S:
+            self._trimmed = now
+            self.store.trim()
+            self._prune()
 
     def close(self) -> None:
         self._supervisors.close()
@@ -99,7 +112,7 @@ class Agent:
             if changed != self._authorized[0]:
                 with open(path) as stream:
                     self._authorized = (changed, frozenset(stream.read().split()))
-        except OSError:
+        except (OSError, ValueError):
             return False
         return peer_id in self._authorized[1]
 
@@ -107,7 +120,8 @@ class Agent:
         for name in sorted(os.listdir(self.store.runs)):
             try:
                 run = NodeRun.load(self.store, os.path.join(self.store.runs, name), **self._parts())
-            except GpurunError:
+            except (GpurunError, OSError, KeyError, TypeError, ValueError):
+                traceback.print_exc()
                 continue                     # a folder that nothing can be read from; it stays, for a person to look at
             if run is not None:
                 self._runs[run.run_id] = run
@@ -144,7 +158,7 @@ class Agent:
         return run
 
     def claim(self, session: "Session", hello: Hello) -> Any:
-        """The run, new or known; or the Busy to answer. With `wait` the session's `granted` is called when its turn comes."""
+        """The run, new or known; or the Busy to answer; or None, with `wait`: the session's `granted` is called when its turn comes."""
         with self._lock:
             known = self._runs.get(hello.run_id)
             if known is not None:
@@ -153,11 +167,20 @@ class Agent:
                 return known
             if not RUN_ID(hello.run_id):
                 raise WireError("run_id must be letters, digits, '.', '_' and '-'")
-            if self._claim is not None or self._waiting:
-                if hello.wait and not any(waiting is session for waiting, _ in self._waiting):
-                    self._waiting.append((session, hello))
-                return self.busy()
-            return self._create(session, hello)
+            if self._claim is None and not self._waiting:
+                return self._create(session, hello)
+            busy = self.busy()
+            if not hello.wait:
+                return busy
+            session.wait(hello.run_id, busy)   # said under our lock: the claim may come the moment after
+            for place, (waiting, asked) in enumerate(self._waiting):
+                if asked.run_id == hello.run_id and waiting.peer_id == session.peer_id:
+                    self._waiting[place] = (session, hello)   # it lost its connection and keeps its place
+                    return None
+            if len(self._waiting) >= MAX_WAITING:
+                self._waiting = collections.deque(pair for pair in self._waiting if not pair[0].closed)
+            self._waiting.append((session, hello))
+            return None
 
     def _create(self, session: "Session", hello: Hello) -> NodeRun:
         run = NodeRun.create(self.store, hello.run_id, hello.job, session.peer_id, hello.operator[:100], **self._parts())
@@ -174,11 +197,13 @@ class Agent:
     def _write_claim(self) -> None:
         """Says on disk whether this agent may be replaced: `start` of another version looks at it."""
         run = self._claim
-        atomic_write(os.path.join(self._folder, "claim.json"), json.dumps({"run_id": run.run_id if run else None}).encode("ascii"))
+        try:
+            atomic_write(os.path.join(self._folder, "claim.json"), json.dumps({"run_id": run.run_id if run else None}).encode("ascii"))
+        except OSError:                      # a full disk: the claim holds all the same, and a job outlives a replaced agent
+            traceback.print_exc()
 
     def _release(self, run: NodeRun) -> None:
         """A run's last process is gone: the node is the next one's."""
-        self._supervisors.prepare()
         with self._lock:
             if self._claim is run:
                 self._claim = None
@@ -186,13 +211,17 @@ class Agent:
             while self._claim is None and self._waiting:
                 session, hello = self._waiting.popleft()
                 if session.closed:
-                    continue
+                    continue                 # it vanished while it waited
                 try:
                     session.granted(self._create(session, hello))
-                except GpurunError as error:
+                except (GpurunError, OSError) as error:
                     session.say(Refused(run_id=hello.run_id, of="Hello", reason=str(error)))
             if self._claim is None:
                 self._write_claim()
+        try:
+            self._supervisors.prepare()
+        except OSError:                      # no more processes just now: the next phase starts its own, or says so
+            traceback.print_exc()
 
     def busy(self) -> Busy:
         run = self._claim
@@ -235,6 +264,8 @@ class Agent:
             stream.abort()
         except GpurunError as error:
             transfer.report(channel, error)
+        except OSError as error:
+            transfer.report(channel, GpurunError(f"the node failed at {error.filename or 'a file'}: {error.strerror or error}"))
 
     def _tree_arrived(self, tree: str) -> None:
         run = self._claim
@@ -243,11 +274,12 @@ class Agent:
 
     # ---- facts and samples ---------------------------------------------------------------------------------------------------
 
-    def facts(self) -> Dict[str, Any]:
-        """What the node is and does now."""
+    def facts(self, peer_id: str) -> Dict[str, Any]:
+        """What the node is and does now, and this operator's runs."""
         with self._lock:
             claim = self._claim.run_id if self._claim else None
-            runs = [{"run_id": run.run_id, "over": run.over, "collected": run.collected} for run in self._runs.values()][-50:]
+            runs = [{"run_id": run.run_id, "over": run.over, "collected": run.collected}
+                    for run in self._runs.values() if run.operator == peer_id][-50:]
         return dict(self._facts, version=__version__, agent=self.agent_hash, protocol=wire.PROTOCOL, fast_writes=FAST_WRITES,
                     node_dir=self.store.root, free_bytes=free_bytes(self.store.root), gpus=self._gpus, claim=claim, runs=runs)
 
@@ -274,6 +306,8 @@ class Session:
         self._wake = threading.Condition()
         self._outbox: Deque[Any] = collections.deque()
         self._run: Optional[NodeRun] = None
+        self._waits_for = ""
+        self._held: Dict[str, Any] = {}      # what was sent while it waited for the claim, the last of each type
         self._after = 0
 
     def serve(self) -> None:
@@ -287,6 +321,8 @@ class Session:
             pass                             # the operator is gone; its run isn't
         except GpurunError as error:
             self.say(Refused(reason=str(error)))
+        except OSError as error:
+            self.say(Refused(reason=f"the node failed at {error.filename or 'a file'}: {error.strerror or error}"))
         finally:
             with self._wake:
                 self.closed = True
@@ -300,12 +336,15 @@ class Session:
         if not line:
             return
         hello = wire.decode(line, [Hello])
-        self._after = hello.after
+        self._after = max(0, hello.after)
         if not hello.run_id:
-            self.say(NodeReady(facts=self._agent.facts()))
+            self.say(NodeReady(facts=self._agent.facts(self.peer_id)))
         elif hello.claim:
             answer = self._agent.claim(self, hello)
-            self.say(answer) if isinstance(answer, Busy) else self.granted(answer)
+            if isinstance(answer, Busy):
+                self.say(answer)
+            elif answer is not None:
+                self.granted(answer)
         else:
             run = self._agent.find(hello.run_id, self.peer_id)
             if run is None:
@@ -328,17 +367,37 @@ class Session:
                 raise WireError("Hello is a session's first line and no later one")
 
     def _command(self, command: Any) -> None:
+        with self._wake:
+            if self._waits_for == command.run_id and command.run_id:
+                self._held[type(command).__name__] = command
+                return
         run = self._run
         if run is None or run.run_id != command.run_id:
             self.say(Refused(run_id=command.run_id, of=type(command).__name__, reason="this session has no claim on that run"))
             return
         run.handle(command)
 
+    def wait(self, run_id: str, busy: Busy) -> None:
+        """The claim comes later. A plan that came with Hello is kept until then, whole: half of one would be another plan."""
+        with self._wake:
+            self._waits_for = run_id
+            self._outbox.append(busy)
+            self._wake.notify()
+
     def granted(self, run: NodeRun) -> None:
         """The run is this session's: its events from `after` on, and a NodeReady before them."""
+        facts = self._agent.facts(self.peer_id)
         with self._wake:
-            self._outbox.append(NodeReady(run_id=run.run_id, facts=self._agent.facts()))
+            self._outbox.append(NodeReady(run_id=run.run_id, facts=facts))
             self._run = run
+            if self.closed:
+                return                       # it went a moment ago; the run waits for it for a while
+            try:
+                for command in self._held.values():   # before any later one: those wait for our lock
+                    run.handle(command)
+            except WireError as error:
+                self._outbox.append(Refused(run_id=run.run_id, of=type(command).__name__, reason=str(error)))
+            self._waits_for, self._held = "", {}
             run.listeners.append(self._listen)
             self._wake.notify()
 
@@ -350,6 +409,8 @@ class Session:
 
     def say(self, message: Any) -> None:
         with self._wake:
+            if len(self._outbox) > MAX_UNSENT:
+                raise LinkError("the operator asks and doesn't read")
             self._outbox.append(message)
             self._wake.notify()
 

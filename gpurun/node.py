@@ -3,8 +3,8 @@
     python3 agent-<hash>.pyz start --node-dir ~/.gpurun --authorize ID --bind 0.0.0.0:0 --lib DIR [--relay disabled] [--idle-exit-s N]
 
 `start` prints one line, `GPURUN-ENDPOINT {…}` or `GPURUN-FAILED {"reason": …}`; the word in front makes it findable in whatever login
-shells print. It may be called again at any time: an agent of the same file that lives answers at once, an idle one of another file is
-replaced, a busy one of another file that speaks the same protocol is used as it is.
+shells print. It may be called again at any time, by several at once: an agent of the same file that lives answers at once, an idle one
+of another file (or bound where the caller can't reach it) is replaced, a busy one that speaks the same protocol is used as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from typing import Any, Dict, List, Optional
 
@@ -58,17 +60,20 @@ def _start(options: argparse.Namespace) -> int:
     folder = os.path.join(options.node_dir, "agent")
     try:
         make_private_dir(folder)
+        # One `start` at a time: the second finds the first one's agent, and no entry of `authorized` is lost between them.
+        if not _lock(os.path.join(folder, "start.lock"), START_S + 2 * REPLACE_S):
+            return _fail(EXIT_NOT_UP, f"another start of the agent in {folder} hasn't ended yet; try again, or look for its process there")
         if options.authorize:
             _authorize(os.path.join(folder, "authorized"), options.authorize)
     except OSError as error:
         return _fail(EXIT_NO_FOLDER, f"{error.filename or folder} can't be written: {error.strerror}")
     known = _living(folder)
     if known is not None:
-        busy = _claimed(folder)
-        if known["agent"] == _own_hash() or busy and known["protocol"] == PROTOCOL:
-            note = "" if known["agent"] == _own_hash() else f"an agent of another version is busy with {busy} and is used as it is"
-            print("GPURUN-ENDPOINT " + json.dumps(dict(known, note=note)), flush=True)
-            return 0
+        busy, same = _claimed(folder), known["agent"] == _own_hash()
+        if same and _serves(known, options):
+            return _found(known, "")
+        if busy and known["protocol"] == PROTOCOL:
+            return _found(known, f"an agent {'with other settings' if same else 'of another version'} is busy with {busy} and is used as it is")
         if busy:
             return _fail(EXIT_BUSY_OTHER, f"an agent that speaks protocol {known['protocol']} (this one: {PROTOCOL}) is busy with {busy}; "
                                           "wait for it to end, or use the gpurun version that started it")
@@ -76,35 +81,50 @@ def _start(options: argparse.Namespace) -> int:
     return _launch(options, folder)
 
 
+def _found(known: Dict[str, Any], note: str) -> int:
+    print("GPURUN-ENDPOINT " + json.dumps(dict(known, note=note)), flush=True)
+    return 0
+
+
+def _serves(known: Dict[str, Any], options: argparse.Namespace) -> bool:
+    """Whether the living agent can be reached as this `start` asks for: one that was started for this machine only hears nobody else."""
+    host, _, port = options.bind.rpartition(":")
+    bound = str(known.get("bind") or "").rpartition(":")[0]
+    return bound in (host, "0.0.0.0") and port in ("0", str(known["port"])) and known.get("relay") == options.relay
+
+
 def _authorize(path: str, operator_id: str) -> None:
     """Adds an operator's id to the list, one a line; the list only ever grows here."""
     from gpurun.files import atomic_write
     try:
-        with open(path) as stream:
+        with open(path, encoding="ascii", errors="replace") as stream:
             ids = stream.read().split()
     except FileNotFoundError:
         ids = []
     if operator_id not in ids:
-        atomic_write(path, "".join(f"{known}\n" for known in ids + [operator_id]).encode("ascii"))
+        atomic_write(path, "".join(f"{known}\n" for known in ids + [operator_id]).encode("ascii", "replace"))
+
+
+def _read(path: str) -> Dict[str, Any]:
+    """A small file of the agent's own; one that is missing or broken (a crash, a full disk) says nothing."""
+    from gpurun.errors import GpurunError
+    from gpurun.files import read_json
+    try:
+        return read_json(path) or {}
+    except GpurunError:
+        return {}
 
 
 def _living(folder: str) -> Optional[Dict[str, Any]]:
     """What the last agent said of itself, if that process still lives."""
     from gpurun import supervise
-    from gpurun.errors import GpurunError
-    from gpurun.files import read_json
-    try:
-        known = read_json(os.path.join(folder, "endpoint.json"))
-    except GpurunError:
-        return None
-    if not known or not known.get("start") or supervise.start_time(int(known["pid"])) != known["start"]:
-        return None
-    return known
+    known = _read(os.path.join(folder, "endpoint.json"))
+    whole = all(type(known.get(name)) is kind for name, kind in (("pid", int), ("start", str), ("port", int), ("agent", str), ("protocol", int)))
+    return known if whole and known["start"] and supervise.start_time(known["pid"]) == known["start"] else None
 
 
 def _claimed(folder: str) -> str:
-    from gpurun.files import read_json
-    return str((read_json(os.path.join(folder, "claim.json")) or {}).get("run_id") or "")
+    return str(_read(os.path.join(folder, "claim.json")).get("run_id") or "")
 
 
 def _end(known: Dict[str, Any]) -> None:
@@ -127,36 +147,36 @@ def _launch(options: argparse.Namespace, folder: str) -> int:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         return _fail(EXIT_NO_FOLDER, f"{log} can't be written: {error.strerror}")
+    logged = os.fstat(output).st_size
     ready, child_end = os.pipe()
     command = [sys.executable, "-I", os.path.abspath(sys.argv[0]), "serve", "--node-dir", options.node_dir, "--bind", options.bind,
                "--lib", options.lib, "--relay", options.relay, "--idle-exit-s", str(options.idle_exit_s), "--ready-fd", str(child_end)]
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, pass_fds=[child_end], cwd="/")
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                                   pass_fds=[child_end], cwd="/")
+    except OSError as error:
+        return _fail(EXIT_NOT_UP, f"{sys.executable} can't be started again as the agent: {error.strerror}")
     os.close(child_end)
     said, deadline = b"", time.monotonic() + START_S
     while not said.endswith(b"\n"):
         if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return _fail(EXIT_NOT_UP, f"the agent said nothing for {START_S:g} s; its log is {log} on the node")
+            process.kill()                   # or it would come up later, unknown to everybody
+            return _fail(EXIT_NOT_UP, f"the agent said nothing for {START_S:g} s; its log ({log}) ends: {_tail(log, logged)}")
         more = os.read(ready, 65536)
         if not more:
-            break
+            return _fail(EXIT_NOT_UP, f"the agent ended while it started; its log ({log}) ends: {_tail(log, logged)}")
         said += more
-    if not said:
-        return _fail(EXIT_NOT_UP, f"the agent ended while it started; the end of its log ({log}): {_tail(log)}")
     answer = json.loads(said.decode("utf-8"))
     if "reason" in answer:
-        if answer["code"] == EXIT_BUSY_OTHER:                  # another `start` was quicker: its agent is as good
-            known = _living(folder)
-            if known is not None:
-                print("GPURUN-ENDPOINT " + json.dumps(dict(known, note="")), flush=True)
-                return 0
         return _fail(int(answer["code"]), answer["reason"])
-    print("GPURUN-ENDPOINT " + json.dumps(dict(answer, note="")), flush=True)
-    return 0
+    return _found(answer, "")
 
 
-def _tail(path: str) -> str:
+def _tail(path: str, start: int) -> str:
+    """The last lines that were written after `start`."""
     with open(path, "rb") as stream:
-        return " | ".join(stream.read()[-2000:].decode("utf-8", "replace").splitlines()[-10:])
+        stream.seek(max(start, os.path.getsize(path) - 2000))
+        return " | ".join(stream.read().decode("utf-8", "replace").splitlines()[-10:]) or "(empty)"
 
 
 def _own_hash() -> str:
@@ -182,17 +202,18 @@ def _serve(options: argparse.Namespace) -> int:
     from gpurun import __version__, supervise, wire
     from gpurun.agent import Agent
     from gpurun.errors import GpurunError
-    from gpurun.files import atomic_write, read_json
+    from gpurun.files import atomic_write
     from gpurun.noderun import supervisor_command
 
     folder = os.path.join(options.node_dir, "agent")
-    if not _lock(os.path.join(folder, "lock")):
-        tell({"code": EXIT_BUSY_OTHER, "reason": "another agent has this folder"})
+    if not _lock(os.path.join(folder, "lock"), REPLACE_S):   # one that is just ending has it for a moment longer
+        tell({"code": EXIT_BUSY_OTHER, "reason": f"another agent holds {folder}: of a machine that shares this folder, or one whose "
+                                                 "endpoint.json was lost. End it, or use another node_dir"})
         return EXIT_BUSY_OTHER
     try:
         relay: Any = options.relay if options.relay in ("n0", "disabled") else options.relay.split(",")
         key = link.load_key(os.path.join(folder, "key"))
-        endpoint = _bind(link.Link, key, options.bind, relay, (read_json(os.path.join(folder, "endpoint.json")) or {}).get("port"))
+        endpoint = _bind(link.Link, key, options.bind, relay, _read(os.path.join(folder, "endpoint.json")).get("port"))
         agent = Agent(options.node_dir, endpoint, _own_hash(), supervisor_command(), LoginEnvironment())
     except (GpurunError, OSError) as error:
         tell({"code": EXIT_NOT_UP, "reason": str(error)})
@@ -201,23 +222,38 @@ def _serve(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     known = {"id": endpoint.id, "addresses": endpoint.addresses(), "port": endpoint.port(), "relay_url": endpoint.relay_url(),
              "pid": os.getpid(), "start": supervise.start_time(os.getpid()), "agent": _own_hash(), "version": __version__,
-             "protocol": wire.PROTOCOL, "python": ".".join(map(str, sys.version_info[:3]))}
-    atomic_write(os.path.join(folder, "endpoint.json"), json.dumps(known).encode("ascii"))
+             "protocol": wire.PROTOCOL, "python": ".".join(map(str, sys.version_info[:3])), "bind": options.bind, "relay": options.relay}
+    try:
+        agent.begin()
+        atomic_write(os.path.join(folder, "endpoint.json"), json.dumps(known).encode("ascii"))
+    except OSError as error:
+        tell({"code": EXIT_NOT_UP, "reason": f"{error.filename or folder}: {error.strerror}"})
+        return EXIT_NOT_UP
     tell(known)
     agent.serve(options.idle_exit_s)
+    try:                                     # the port is remembered; that this process lives is no longer of use to anybody
+        atomic_write(os.path.join(folder, "endpoint.json"), json.dumps(dict(known, start="")).encode("ascii"))
+    except OSError:
+        pass
+    agent.close()
     return 0
 
 
-def _lock(path: str) -> bool:
-    """Holds the folder's lock until this process ends."""
+def _lock(path: str, patience_s: float) -> bool:
+    """Holds a file's lock until this process ends; False when another one still has it after `patience_s`."""
     import fcntl
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return False
-    return True
+    fd, deadline = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                return False
+        except OSError:
+            return True                      # a file system without locks: go on without
+        time.sleep(0.02)
 
 
 def _bind(make: Any, key: bytes, bind: str, relay: Any, last_port: Any) -> Any:
@@ -248,27 +284,37 @@ class LoginEnvironment:
         base["PATH"] = os.environ.get("PATH") or os.defpath
         self._base = base
         self._found: Optional[Dict[str, str]] = None
+        self._lock = threading.Lock()
         command = ["bash", "-l", "-c", "printf 'GPURUN-ENVIRONMENT\\0'; exec env -0"]
+        # Into a file that has no name, not a pipe: a daemon that a start file leaves running would keep a pipe open for ever.
+        self._printed = tempfile.TemporaryFile()
         try:
             self._shell: Optional[subprocess.Popen] = subprocess.Popen(command, env=dict(base, TERM="dumb"), stdin=subprocess.DEVNULL,
-                                                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+                                                                       stdout=self._printed, stderr=subprocess.DEVNULL, start_new_session=True)
         except OSError:
             self._shell = None               # no bash: the job itself will say so
 
     def __call__(self) -> Dict[str, str]:
-        if self._found is None:
-            found = dict(self._base)
-            if self._shell is not None:
-                try:
-                    printed = self._shell.communicate(timeout=LOGIN_S)[0]
-                    found.update(_variables(printed.rpartition(self.MARK)[2]))
-                except subprocess.TimeoutExpired:
-                    os.killpg(self._shell.pid, signal.SIGKILL)
-                    self._shell.communicate()
-            for name in ("SHLVL", "_", "PWD", "OLDPWD", "TERM"):
-                found.pop(name, None)
-            self._found = _with_container(found)
-        return self._found
+        with self._lock:
+            if self._found is None:
+                self._found = self._ask()
+            return self._found
+
+    def _ask(self) -> Dict[str, str]:
+        found = dict(self._base)
+        if self._shell is not None:
+            try:
+                self._shell.wait(timeout=LOGIN_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._shell.pid, signal.SIGKILL)
+                self._shell.wait()
+        self._printed.seek(0)
+        _, mark, printed = self._printed.read().rpartition(self.MARK)
+        self._printed.close()
+        found.update(_variables(printed) if mark else {})   # without the mark a start file went another way
+        for name in ("SHLVL", "_", "PWD", "OLDPWD", "TERM"):
+            found.pop(name, None)
+        return _with_container(found)
 
 
 def _variables(printed: bytes) -> Dict[str, str]:
