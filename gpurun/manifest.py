@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -35,6 +36,7 @@ MAX_PATH = 4096          # bytes, Linux's PATH_MAX
 MAX_ENTRIES = 1000000    # a listing is held in memory, about 400 bytes an entry; the other side may not make us hold more
 MAX_LINE = 64 * 1024     # a name and a target of 4096 bytes each, every byte as \uXXXX
 MAX_NUMBER = 2 ** 63
+LINES_AT_ONCE = 500
 READS = 3                # how often a file that changes while it is read is read
 
 
@@ -153,26 +155,27 @@ def check_link(path: str, target: str) -> None:
 # ---- walk and hash -----------------------------------------------------------------------------------------------------------
 
 def walk(root: str, keep: Optional[Callable[[str, bool], bool]] = None,
-         on_skip: Optional[Callable[[Skipped], None]] = None) -> Iterator[Entry]:
+         on_skip: Optional[Callable[[Skipped], None]] = None, lenient: bool = False) -> Iterator[Entry]:
     """Everything below `root` in a listing's order, not hashed. `keep(path, is_dir)` is asked before anything is looked at; a folder
-    that it drops isn't opened. Sockets, FIFOs and devices go to `on_skip`. What vanishes meanwhile was never there.
+    that it drops isn't opened. Sockets, FIFOs and devices go to `on_skip`; a folder below `root` that can't be read is an error or, with
+    `lenient`, goes there as well. What vanishes meanwhile was never there.
 
     `root` may be a symlink; below it none is followed.
     """
     root = os.fspath(root)
-    stack = [iter(_folder(root, "", keep, on_skip))]
+    stack = [iter(_folder(root, "", keep, on_skip, False))]
     while stack:
         for entry in stack[-1]:
             yield entry
             if entry.kind == "dir":
-                stack.append(iter(_folder(root, entry.path, keep, on_skip)))
+                stack.append(iter(_folder(root, entry.path, keep, on_skip, lenient)))
                 break
         else:
             stack.pop()
 
 
 def _folder(root: str, folder: str, keep: Optional[Callable[[str, bool], bool]],
-            on_skip: Optional[Callable[[Skipped], None]]) -> List[Entry]:
+            on_skip: Optional[Callable[[Skipped], None]], lenient: bool) -> List[Entry]:
     where = local_path(root, folder) if folder else root
     prefix = folder + "/" if folder else ""
     entries = []
@@ -208,7 +211,10 @@ def _folder(root: str, folder: str, keep: Optional[Callable[[str, bool], bool]],
     except OSError as err:
         if folder and isinstance(err, (FileNotFoundError, NotADirectoryError)):
             return []
-        raise _unreadable(local_path(root, path) if path else root, err) from err
+        if not lenient:
+            raise _unreadable(local_path(root, path) if path else root, err) from err
+        if on_skip is not None:
+            on_skip(Skipped(path, "can't be read: %s" % (err.strerror or err)))
     entries.sort()
     return entries
 
@@ -268,46 +274,78 @@ def _line(entry: Entry) -> str:
 
 def encode(entries: Iterable[Entry]) -> bytes:
     """The listing of `entries`, which stand in the order of `walk`."""
-    lines = [_line(entry) for entry in entries]
-    if len(lines) > MAX_ENTRIES:
-        raise WorkspaceError("the folder has %d files and folders; gpurun takes %d. Leave some out (`exclude`), or pack them."
-                             % (len(lines), MAX_ENTRIES))
-    return "".join(lines).encode("ascii")
+    return b"".join(encode_parts(entries))
+
+
+def encode_parts(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """The listing in pieces of some hundred lines: 100,000 of them as separate strings would take twice the memory of the rest."""
+    entries, count = iter(entries), 0
+    while True:
+        lines = [_line(entry) for entry in itertools.islice(entries, LINES_AT_ONCE)]
+        count += len(lines)
+        if count > MAX_ENTRIES:
+            raise WorkspaceError("the folder has %d files and folders; gpurun takes %d. Leave some out (`exclude`), or pack them."
+                                 % (count + sum(1 for _ in entries), MAX_ENTRIES))
+        if not lines:
+            return
+        yield "".join(lines).encode("ascii")
 
 
 def decode(data: bytes, hashed: bool = True) -> List[Entry]:
     """The entries of a listing, every field checked; WireError otherwise. `hashed`: every file must carry its hash, else none need."""
-    try:
-        text = data.decode("ascii")
-    except UnicodeDecodeError:
-        raise WireError("the listing is not ASCII") from None
-    if text and not text.endswith("\n"):
-        raise WireError("the listing ends in the middle of a line")
-    if text.count("\n") > MAX_ENTRIES:
-        raise WireError("the listing has more than %d entries" % MAX_ENTRIES)
-    entries = []
+    return list(decode_parts((data,), hashed))
+
+
+def decode_parts(parts: Iterable[bytes], hashed: bool = True) -> Iterator[Entry]:
+    """The same for a listing that comes in pieces, cut anywhere. What is wrong further on is raised when that is reached."""
     seen, folders = set(), {""}
-    start = 0
-    while start < len(text):
-        end = text.index("\n", start) + 1
+    for line in _lines(parts):
         try:
-            if end - start > MAX_LINE:
-                raise ValueError("longer than %d bytes" % MAX_LINE)
-            entry = _read_line(text[start:end], hashed)
+            if len(seen) == MAX_ENTRIES:
+                raise WireError("the listing has more than %d entries" % MAX_ENTRIES)
+            entry = _read_line(line, hashed)
             path = entry.path
             if path in seen:
                 raise ValueError("a second entry of this name")
             if path.rpartition("/")[0] not in folders:
                 raise ValueError("no folder of the listing holds this name")
         except ValueError as err:
-            raise WireError("line %d of the listing ('%s'): %s"
-                            % (len(entries) + 1, quote_name(text[start:end].rstrip("\n")), err)) from None
+            raise WireError("line %d of the listing ('%s'): %s" % (len(seen) + 1, quote_name(line.rstrip("\n")), err)) from None
         seen.add(path)
         if entry.kind == "dir":
             folders.add(path)
-        entries.append(entry)
-        start = end
-    return entries
+        yield entry
+
+
+def reread(parts: Iterable[bytes]) -> Iterator[Entry]:
+    """The entries of a listing that `decode` has passed before and that is known, by its hash, to be the same."""
+    for line in _lines(parts):
+        letter, mode, mtime_ns, size, extra, path = _scan(line, 0)[0]
+        if letter == "l":
+            yield Entry(path, "link", mode, mtime_ns, 0, "", extra)
+        else:
+            yield Entry(path, "file" if letter == "f" else "dir", mode, mtime_ns, size, extra)
+
+
+def _lines(parts: Iterable[bytes]) -> Iterator[str]:
+    rest = ""
+    for part in parts:
+        try:
+            text = rest + part.decode("ascii")
+        except UnicodeDecodeError:
+            raise WireError("the listing is not ASCII") from None
+        start = 0
+        while True:
+            end = text.find("\n", start) + 1
+            if (end or len(text)) - start > MAX_LINE:
+                raise WireError("a line of the listing is longer than %d bytes" % MAX_LINE)
+            if not end:
+                break
+            yield text[start:end]
+            start = end
+        rest = text[start:]
+    if rest:
+        raise WireError("the listing ends in the middle of a line")
 
 
 def _read_line(line: str, hashed: bool) -> Entry:

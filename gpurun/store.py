@@ -1,7 +1,7 @@
 """What the node keeps: contents by their hash, trees by theirs, and the runs' folders made from them.
 
     cache/contents/ab/cdef…    a file's bytes, named by their SHA-256; never written again once in place
-    cache/trees/<tree id>      a listing (`manifest.encode`) all of whose contents were here when it was put in place
+    cache/trees/<tree id>      a listing (`manifest.encode`), checked line by line, all of whose contents were here when it was put in place
     cache/incoming/            what is on its way; emptied when the agent starts
     runs/<run id>/work/        a run's workdir: copies (reflinks where the file system can), never links, so a job can't write into the cache
 
@@ -18,16 +18,23 @@ import os
 import shutil
 import stat
 import threading
-from typing import List, Optional, Tuple
+import time
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 from gpurun import manifest
-from gpurun.errors import TransferError
+from gpurun.errors import TransferError, WorkspaceError
 from gpurun.files import atomic_write, exact_bytes, free_bytes, make_private_dir, write_all
 
 COPY_BYTES = 1 << 20
 FICLONE = 0x40049409            # linux/fs.h: share the blocks of another file, copied when either is written
 CACHE_CAP_BYTES = 20 << 30      # beyond this the contents that were used longest ago go
 RESERVE_BYTES = 64 << 20        # left free on the disk, for logs and records
+KNOWN_S = 60.0                  # a tree that was found whole is taken to be so for this long: several parts of a run ask one after the other
+USED_EVERY_S = 3600             # a content's time of last use is exact to this: an unchanged workspace shouldn't cost a write a file
+QUIET_S = 600.0                 # nothing is trimmed that soon after a push: what was found here may not be gone when the workdir is made
+KEEP_PARTIALS = 4
+FULL = (errno.ENOSPC, errno.EDQUOT)
+RESUME_BYTES = 4 << 20          # what broke off below this size is sent again whole
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -56,6 +63,9 @@ class Store:
         self._in_use = threading.Condition()
         self._users = 0
         self._reflink = True
+        self._partials: Dict[str, Incoming] = {}
+        self._known: Dict[str, float] = {}
+        self._touched = -QUIET_S
         self._booted_ns = self._mark_boot()
 
     def _mark_boot(self) -> int:
@@ -80,82 +90,113 @@ class Store:
         path = self._path(sha256)
         try:
             found = os.stat(path)
+            whole = found.st_size == size
+            if whole and found.st_mtime_ns < self._booted_ns:
+                whole = manifest.hash_file(path)[0] == sha256
+                os.utime(path)
+            elif whole and time.time() - found.st_mtime > USED_EVERY_S:
+                os.utime(path)
+            if not whole:
+                os.unlink(path)
+            return whole
         except FileNotFoundError:
             return False
-        if found.st_size == size and found.st_mtime_ns >= self._booted_ns:
-            return True
-        if found.st_size == size and manifest.hash_file(path)[0] == sha256:
-            os.utime(path)
-            return True
-        os.unlink(path)
-        return False
+        except (OSError, WorkspaceError):
+            return False            # a bad block, say: it is sent again, and replaced
 
-    def missing(self, entries: List[manifest.Entry]) -> List[int]:
-        """The indices of the entries whose contents have to be sent: each content once, none for empty files."""
-        lacking, asked = [], set()
+    def lacks(self, entries: Iterable[manifest.Entry]) -> Iterator[Tuple[int, manifest.Entry]]:
+        """(index, entry) of those whose contents have to be sent: each content once, none for empty files."""
+        asked = set()
         for index, entry in enumerate(entries):
-            if entry.kind == "file" and entry.size and entry.sha256 not in asked:
+            if entry.size and entry.sha256 not in asked:
                 asked.add(entry.sha256)
                 if not self.has(entry.sha256, entry.size):
-                    lacking.append(index)
-        return lacking
+                    yield index, entry
 
     def incoming(self) -> "Incoming":
         with self._lock:
+            self._touched = time.monotonic()
             self._number += 1
             return Incoming(self, os.path.join(self._incoming, str(self._number)))
 
+    def take_partial(self, sha256: str) -> Optional["Incoming"]:
+        """A content where its push broke off; the caller keeps, drops or gives it back."""
+        with self._lock:
+            return self._partials.pop(sha256, None)
+
+    def keep_partial(self, sha256: str, incoming: "Incoming") -> None:
+        """The push broke off in the middle of this one; the next one goes on there."""
+        with self._lock:
+            known = self._partials.get(sha256)
+            if incoming.size < RESUME_BYTES or (known is not None and known.size >= incoming.size):
+                spare = [incoming]
+            else:
+                spare = [self._partials.pop(sha256)] if known is not None else []
+                self._partials[sha256] = incoming
+                if len(self._partials) > KEEP_PARTIALS:
+                    spare.append(self._partials.pop(next(iter(self._partials))))
+        for one in spare:
+            one.drop()
+
     # ---- trees ---------------------------------------------------------------------------------------------------------
 
-    def tree(self, tree_id: str) -> Optional[List[manifest.Entry]]:
+    def tree(self, tree_id: str) -> Optional["Tree"]:
         """The entries of a tree if all of it is here; None when something has to be sent."""
-        path = os.path.join(self._trees, tree_id)
+        tree = Tree(os.path.join(self._trees, tree_id))
+        with self._lock:
+            self._touched = time.monotonic()
+            if self._touched - self._known.get(tree_id, -KNOWN_S) < KNOWN_S:
+                return tree
         try:
-            with open(path, "rb") as stream:
-                encoded = stream.read()
+            if not tree.is_whole(tree_id):
+                os.unlink(tree.path)
+                return None
+            if any(True for _ in self.lacks(tree)):
+                return None
+            os.utime(tree.path)
         except FileNotFoundError:
             return None
-        if manifest.tree_id(encoded) != tree_id:
-            os.unlink(path)
-            return None
-        entries = manifest.decode(encoded)
-        if self.missing(entries):
-            return None
-        os.utime(path)
-        return entries
-
-    def put_tree(self, encoded: bytes) -> None:
-        """Makes a listing known, once all of its contents are here."""
-        atomic_write(os.path.join(self._trees, manifest.tree_id(encoded)), encoded)
+        with self._lock:
+            self._known = {tree_id: time.monotonic()}
+        return tree
 
     def check_room(self, needed_bytes: int, what: str) -> None:
         """Raises TransferError unless the disk has room for `needed_bytes` more."""
         free = free_bytes(self.root)
-        if free < needed_bytes + RESERVE_BYTES:
+        if needed_bytes and free < needed_bytes + RESERVE_BYTES:
             raise TransferError(f"no room for {what} on the node: {self.root} has {exact_bytes(free)} free, needed are "
                                 f"{exact_bytes(needed_bytes + RESERVE_BYTES)}. Free some, or use a node with a larger disk.")
 
     # ---- workdirs ------------------------------------------------------------------------------------------------------
 
-    def materialize(self, entries: List[manifest.Entry], workdir: str) -> Tuple[int, int]:
-        """Makes `workdir` from the entries, whole or not at all; (files, bytes). Replaces what an earlier try left beside it."""
+    def materialize(self, entries: Iterable[manifest.Entry], workdir: str) -> Tuple[int, int]:
+        """Makes `workdir` from the entries, whole or not at all; (files, bytes). Replaces what an earlier try left there and beside it."""
         with self._in_use:
             self._users += 1
+        fresh, made = workdir + ".new", [0, 0]
         try:
-            return self._materialize(entries, workdir)
+            remove_tree(fresh)
+            self._fill(entries, fresh, made)
+            remove_tree(workdir)
+            os.rename(fresh, workdir)
+            return made[0], made[1]
         except OSError as error:
-            free = free_bytes(self.root)
-            raise TransferError(f"the workspace could not be written to {workdir}: {error.strerror or error} "
-                                f"({manifest.quote_name(str(error.filename or ''))}; {exact_bytes(free)} free)") from None
+            free, self._known = free_bytes(self.root), {}
+            needed = sum(entry.size for entry in entries) - made[1] if error.errno in FULL else 0
+            remove_tree(fresh)
+            raise TransferError(f"the workspace could not be written to {workdir} on the node: {error.strerror or error}"
+                                + (f" ({manifest.quote_name(str(error.filename))})" if error.filename else "")
+                                + (f"; {exact_bytes(free)} were free and {exact_bytes(needed)} still needed. Free some, or use a node "
+                                   "with a larger disk." if needed else "")) from None
+        except BaseException:
+            remove_tree(fresh)
+            raise
         finally:
             with self._in_use:
                 self._users -= 1
 
-    def _materialize(self, entries: List[manifest.Entry], workdir: str) -> Tuple[int, int]:
-        fresh = workdir + ".new"
-        remove_tree(fresh)
+    def _fill(self, entries: Iterable[manifest.Entry], fresh: str, made: List[int]) -> None:
         os.mkdir(fresh, 0o700)
-        files = size = 0
         folders: List[manifest.Entry] = []
         for entry in entries:                                   # parents come before children; nothing lies below a link
             path = manifest.local_path(fresh, entry.path)
@@ -166,11 +207,9 @@ class Store:
                 manifest.make_link(entry, path)
             else:
                 self._copy(entry, path)
-                files += 1
-                size += entry.size
+                made[0] += 1
+                made[1] += entry.size
         manifest.finish_folders(fresh, folders)
-        os.rename(fresh, workdir)
-        return files, size
 
     def _copy(self, entry: manifest.Entry, path: str) -> None:
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -192,7 +231,7 @@ class Store:
                 fcntl.ioctl(target, FICLONE, source)
                 return
             except OSError as error:
-                if error.errno == errno.ENOSPC:
+                if error.errno in FULL:
                     raise
                 self._reflink = False                           # this file system can't; ask once, not once a file
         while size:
@@ -205,70 +244,143 @@ class Store:
     # ---- keeping the cache small ---------------------------------------------------------------------------------------
 
     def trim(self) -> int:
-        """Removes the contents used longest ago until the cache is below its cap; bytes removed. Not while a workdir is being made."""
+        """Removes what was used longest ago until the cache is below its cap; bytes removed. Not while a run uses it or soon after."""
         with self._in_use:
-            if self._users:
+            with self._lock:
+                if self._users or time.monotonic() - self._touched < QUIET_S:
+                    return 0
+                self._known = {}
+                partials, self._partials = list(self._partials.values()), {}
+            for partial in partials:
+                partial.drop()
+            ages: Dict[int, int] = {}                            # hour: bytes. Millions of files may be here, so they aren't listed
+            for kept in self._kept():
+                ages[kept.hour] = ages.get(kept.hour, 0) + kept.size
+            too_much = sum(ages.values()) - self.cap_bytes
+            removed, last = 0, None
+            for hour in sorted(ages):
+                if too_much <= 0:
+                    break
+                too_much, last = too_much - ages[hour], hour
+            if last is None:
                 return 0
-            found, total = [], 0
-            for folder, _, names in os.walk(self._contents):
+            spared = -too_much                                   # of the newest hour that goes, as much as may stay
+            for kept in self._kept():
+                if kept.hour == last and kept.size <= spared:
+                    spared -= kept.size
+                elif kept.hour <= last:
+                    os.unlink(kept.path)
+                    removed += kept.size
+            return removed
+
+    def _kept(self) -> Iterator["_Kept"]:
+        for top in (self._contents, self._trees):
+            for folder, _, names in os.walk(top):
                 for name in names:
                     path = os.path.join(folder, name)
                     state = os.lstat(path)
-                    found.append((max(state.st_atime_ns, state.st_mtime_ns), state.st_size, path))
-                    total += state.st_size
-            removed = 0
-            for _, size, path in sorted(found):
-                if total - removed <= self.cap_bytes:
-                    break
-                os.unlink(path)
-                removed += size
-            return removed
+                    yield _Kept(int(state.st_mtime // 3600), state.st_size, path)
+
+
+class _Kept(NamedTuple):
+    hour: int
+    size: int
+    path: str
+
+
+class Tree:
+    """The entries of a listing in the cache, read from the disk each time: 100,000 of them would take 40 MB of memory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def _parts(self) -> Iterator[bytes]:
+        with open(self.path, "rb") as stream:
+            while True:
+                part = stream.read(COPY_BYTES)
+                if not part:
+                    return
+                yield part
+
+    def is_whole(self, tree_id: str) -> bool:
+        digest = hashlib.sha256()
+        for part in self._parts():
+            digest.update(part)
+        return digest.hexdigest() == tree_id
+
+    def __iter__(self) -> Iterator[manifest.Entry]:
+        return manifest.reread(self._parts())
 
 
 class Incoming:
-    """One content on its way: written beside the cache, given its name only when size and hash are right."""
+    """A content or a listing on its way: written beside the cache, given its name only when size and hash are right."""
 
     def __init__(self, store: Store, path: str) -> None:
         self._store, self._path = store, path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._hash = hashlib.sha256()
-        self._size = 0
+        self.size = 0
 
     def write(self, data: bytes) -> None:
         write_all(self._fd, data)
         self._hash.update(data)
-        self._size += len(data)
+        self.size += len(data)
+
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
 
     def keep(self, sha256: str, size: int) -> bool:
         """Ends it: True when it is the content that was announced and is in place now."""
-        os.close(self._fd)
-        if self._hash.hexdigest() != sha256 or self._size != size:
-            os.unlink(self._path)
+        if self.sha256() != sha256 or self.size != size:
+            self.drop()
             return False
-        place = self._store._path(sha256)
+        self._place(self._store._path(sha256))
+        return True
+
+    def keep_tree(self) -> None:
+        """Ends a listing that `manifest.decode` has passed, once all of its contents are here."""
+        tree_id = self.sha256()
+        os.fsync(self._fd)
+        self._place(os.path.join(self._store._trees, tree_id))
+        with self._store._lock:
+            self._store._known = {tree_id: time.monotonic()}
+
+    def _place(self, place: str) -> None:
+        self._close()
         try:
             os.rename(self._path, place)
         except FileNotFoundError:
             make_private_dir(os.path.dirname(place))
             os.rename(self._path, place)
-        return True
 
     def drop(self) -> None:
-        os.close(self._fd)
-        os.unlink(self._path)
+        """Ends it and leaves nothing; may come after all else."""
+        self._close()
+        try:
+            os.unlink(self._path)
+        except FileNotFoundError:
+            pass
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def remove_tree(path: str) -> None:
     """Removes a folder and all below it, folders without write permission too; nothing when it isn't there."""
-    def allow(function, name, _error) -> None:
-        parent = os.path.dirname(name)
-        for folder in (parent, name):
-            if not os.path.islink(folder) and os.path.isdir(folder):
-                os.chmod(folder, stat.S_IRWXU)
-        if function in (os.rmdir, os.unlink):
-            function(name)
-        elif os.path.isdir(name):
-            shutil.rmtree(name)
-
-    if os.path.lexists(path):
-        shutil.rmtree(path, onerror=allow)
+    if os.path.islink(path):
+        os.unlink(path)
+        return
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except PermissionError:
+        os.chmod(path, stat.S_IRWXU)
+        for folder, names, _ in os.walk(path):                   # a folder is opened after it was made so here, from above
+            for name in names:
+                below = os.path.join(folder, name)
+                if not os.path.islink(below):
+                    os.chmod(below, stat.S_IRWXU)
+        shutil.rmtree(path)

@@ -10,16 +10,20 @@ Push, operator to node: the contents of a tree into the node's cache.
     > J {"type":"Push","tree":"<tree id>","listing":true}   `listing`: L frames follow at once
     < J {"have":"tree"}                                   all of it is there: done
     < J {"have":"nothing"}                                only when `listing` was false: now send the listing, then read the next J
-    < J {"have":"listing","contents":12,"bytes":4096}     W frames: a bitmap by zlib, one bit an entry, of what the node lacks; w ends them
+    < J {"have":"listing","contents":12,"bytes":4096,"begun":{"3":8388608}}   W frames: a bitmap by zlib, one bit an entry, of what the
+                                                          node lacks; w ends them. `begun`: of entry 3 the node has that many bytes
     > for each wanted entry in order: D frames with the bytes, E with the SHA-256 of what was sent;
       or X with a reason when the file isn't any more what the listing says (then the operator lists and pushes again)
     > Z
     < J {"stored":12,"bytes":4096}
 
 Pull, node to operator: the outputs of a run, once none of its processes is left.
-    > J {"type":"Pull","run_id":"…","outputs":["a","b"]}; L frames: what is here already (it may be nothing), not hashed
-    < J {"entries":3,"bytes":1024,"missing":["b"],"refused":[["a/x","leads out of the outputs"]]}; L frames: the outputs, not hashed
-    < for each file in order: D frames, E with its SHA-256; or S: the one that is here already is the same; or X with a reason
+    > J {"type":"Pull","run_id":"…","outputs":["a","b"],"begun":{"<key>":8388608}}; L frames: what is here already (it may be nothing),
+      not hashed. `begun`: of the file with this key (SHA-256 of path, size and mtime as JSON) that many bytes are here
+    < J {"entries":3,"bytes":1024,"refused":[["a/x","leads out of the outputs root"]]}; M frames: the missing outputs, a JSON list, packed
+      as listings are; L frames: the outputs, not hashed
+    < for each file in order: D frames, E with its SHA-256; or S: the one that is here already is the same; or R, then D frames from where
+      it broke off, E with the SHA-256 of the whole; or X with a reason
     < Z
     > J {"collected":2,"bytes":1024}                      all is on the operator's disk: the node reports OutputsCollected
 
@@ -34,23 +38,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
+import threading
 import time
 import zlib
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from gpurun import manifest
 from gpurun.errors import GpurunError, LinkError, TransferError, UnsafeNameError, WireError, WorkspaceError
 from gpurun.files import exact_bytes, free_bytes, fsync_dir, make_private_dir, write_all
 from gpurun.manifest import Entry, quote_name
-from gpurun.store import Store
+from gpurun.store import FULL, RESUME_BYTES, Incoming, Store
 from gpurun.wire import Reader, Writer, decode_object
 
 IO_S = 40.0                     # no byte for this long: the link is broken. QUIC notices a dead peer after about 12 s, a laptop's sleep may take longer
 KEEPALIVE_S = 5.0
+LAST_WORD_S = 3.0               # a peer that stops reading has said why before
 BLOCK = 512 << 10
 REFUSED_SHOWN = 200
+REFUSED_LENGTH = 400
 INLINE_LISTING = 128 << 10      # a listing up to this size goes without asking first: it is cheaper than a round trip
-MAX_LISTING = 1 << 30
+MAX_LISTING = 512 << 20         # of the million entries that a listing may have
 LOGS = {"setup.out": b"1", "setup.err": b"2", "run.out": b"3", "run.err": b"4"}
 _LOG_OF = {kind: name for name, kind in LOGS.items()}
 
@@ -95,9 +103,9 @@ class Channel:
             raise WireError(f"a frame {kind!r} where a JSON object belongs")
         return decode_object(payload)
 
-    def listing(self) -> List[Entry]:
-        """A listing of files that aren't hashed."""
-        return manifest.decode(self.read_packed(b"L", MAX_LISTING), hashed=False)
+    def listing(self) -> Iterator[Entry]:
+        """The entries of a listing of files that aren't hashed, as they come."""
+        return manifest.decode_parts(self.read_packed(b"L", MAX_LISTING), hashed=False)
 
     def keep_alive(self) -> None:
         self.writer.frame(b"K")
@@ -105,36 +113,62 @@ class Channel:
 
     def frame(self) -> Tuple[bytes, bytes]:
         """The next frame that isn't a keepalive."""
+        return self.frame_within(IO_S)
+
+    def frame_within(self, timeout_s: float) -> Tuple[bytes, bytes]:
         while True:
-            kind, payload = self.reader.frame(IO_S)
+            kind, payload = self.reader.frame(timeout_s)
             if kind == b"!":
                 raise TransferError(payload.decode("utf-8", "replace"))
             if kind != b"K":
                 return kind, payload
 
-    def send_packed(self, kind: bytes, data: bytes) -> None:
-        packed = zlib.compress(data, 1)
-        for start in range(0, len(packed), BLOCK):
-            self.writer.frame(kind, packed[start:start + BLOCK])
+    def send_packed(self, kind: bytes, parts: Iterable[bytes]) -> None:
+        pack = zlib.compressobj(1)
+        for part in parts:
+            for start in range(0, len(part), BLOCK):
+                packed = pack.compress(part[start:start + BLOCK])
+                if packed:
+                    self.writer.frame(kind, packed)
+        self.writer.frame(kind, pack.flush())
         self.writer.frame(kind.lower())
 
-    def read_packed(self, kind: bytes, limit: int) -> bytes:
-        unpack, parts, size = zlib.decompressobj(), [], 0
+    def read_packed(self, kind: bytes, limit: int) -> Iterator[bytes]:
+        """The bytes in pieces of a size that a peer can't drive up; more than `limit` of them is an error."""
+        unpack, size = zlib.decompressobj(), 0
         while True:
             got, payload = self.frame()
             if got == kind.lower():
-                break
+                part = unpack.flush()
+                if not unpack.eof or size + len(part) > limit:
+                    raise WireError("compressed bytes that end too early")
+                yield part
+                return
             if got != kind:
                 raise WireError(f"a frame {got!r} where {kind!r} belongs")
-            try:
-                parts.append(unpack.decompress(payload, limit - size + 1))
-            except zlib.error as error:
-                raise WireError(f"compressed bytes that aren't: {error}") from None
-            size += len(parts[-1])
-            if size > limit or unpack.unconsumed_tail:
-                raise WireError(f"more than {exact_bytes(limit)} where at most that much is allowed")
-        return b"".join(parts)
+            while payload:
+                try:
+                    part = unpack.decompress(payload, BLOCK)
+                except zlib.error as error:
+                    raise WireError(f"compressed bytes that aren't: {error}") from None
+                size += len(part)
+                if size > limit:
+                    raise WireError(f"more than {exact_bytes(limit)} where at most that much is allowed")
+                if part:
+                    yield part
+                if unpack.unused_data:
+                    raise WireError("bytes behind the end of what is compressed")
+                payload = unpack.unconsumed_tail
 
+    def reason(self, broken: LinkError) -> GpurunError:
+        """Why writing failed: the other side's own word, if it gave one before it stopped reading."""
+        try:
+            while True:
+                self.frame_within(LAST_WORD_S)
+        except LinkError:
+            return broken
+        except GpurunError as said:
+            return said
 
 def _count(fields: Dict[str, Any], name: str) -> int:
     value = fields.get(name)
@@ -158,21 +192,31 @@ def push(stream: Any, root: str, entries: Sequence[Entry], encoded: bytes, progr
     `encoded` is the listing of `entries`, which are hashed; `root` is where their files are.
     """
     channel = Channel(stream)
+    try:
+        return _push(channel, root, entries, encoded, progress)
+    except LinkError as broken:
+        raise channel.reason(broken) from None
+
+
+def _push(channel: Channel, root: str, entries: Sequence[Entry], encoded: bytes, progress: Progress) -> Pushed:
     sends_listing = len(encoded) <= INLINE_LISTING
     channel.put({"type": "Push", "tree": manifest.tree_id(encoded), "listing": sends_listing})
     if sends_listing:
-        channel.send_packed(b"L", encoded)
+        channel.send_packed(b"L", (encoded,))
     channel.writer.flush()
     answer = channel.answer()
     if answer.get("have") == "nothing" and not sends_listing:
-        channel.send_packed(b"L", encoded)
+        channel.send_packed(b"L", (encoded[at:at + BLOCK] for at in range(0, len(encoded), BLOCK)))
         channel.writer.flush()
         answer = channel.answer()
     if answer.get("have") == "tree":
         channel.stream.finish(IO_S)
         return Pushed(0, 0)
     lacking, size = _count(answer, "contents"), _count(answer, "bytes")
-    wanted = channel.read_packed(b"W", len(entries) // 8 + 1)
+    begun = answer.get("begun", {})
+    if not isinstance(begun, dict):
+        raise WireError("begun must say which contents are there in part")
+    wanted = b"".join(channel.read_packed(b"W", len(entries) // 8 + 1))
     done, files, changed = 0, 0, ""
     progress(0, size, "")
     for index, entry in enumerate(entries):
@@ -180,8 +224,9 @@ def push(stream: Any, root: str, entries: Sequence[Entry], encoded: bytes, progr
             if entry.kind != "file":
                 raise WireError("the node asked for the contents of something that is no file")
             files += 1
-            sent = _send_file(channel.writer, manifest.local_path(root, entry.path), entry.size, entry.sha256,
-                              lambda more, name=entry.path: progress(done + more, size, name))
+            start = _count(begun, str(index)) if str(index) in begun else 0
+            sent = _send_file(channel, manifest.local_path(root, entry.path), entry.size, entry.sha256,
+                              lambda more, name=entry.path: progress(done + more, size, name), start)
             changed = changed or sent
             done += entry.size
     if files != lacking:
@@ -197,19 +242,25 @@ def push(stream: Any, root: str, entries: Sequence[Entry], encoded: bytes, progr
     return Pushed(files, size)
 
 
-def _send_file(writer: Writer, path: str, size: int, sha256: str, moved: Callable[[int], None]) -> str:
-    """D frames and E, or X; returns why it was X, "" when all went. With a `sha256` the bytes must be those."""
-    digest, left = hashlib.sha256(), size
+def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Callable[[int], None], start: int = 0) -> str:
+    """D frames and E, or X; returns why it was X, "" when all went. With a `sha256` the bytes must be those. The other side has the
+    bytes before `start`: they count for the hash and don't go."""
+    writer, digest, left, spoken = channel.writer, hashlib.sha256(), size, time.monotonic()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             while left:
-                block = os.read(fd, min(left, BLOCK))
+                skipping = size - left < start
+                block = os.read(fd, min(left, start - size + left if skipping else left, BLOCK))
                 if not block:
                     break
                 digest.update(block)
                 left -= len(block)
-                writer.frame(b"D", block)
+                if not skipping:
+                    writer.frame(b"D", block)
+                elif time.monotonic() - spoken > KEEPALIVE_S:
+                    channel.keep_alive()
+                    spoken = time.monotonic()
                 moved(size - left)
             more = os.read(fd, 1)
         finally:
@@ -230,62 +281,111 @@ def _send_file(writer: Writer, path: str, size: int, sha256: str, moved: Callabl
 def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: Callable[[str], None]) -> None:
     """Node: takes what is lacking into the cache; `arrived(tree id)` once all of it is there."""
     tree = _text(header, "tree")
-    known = store.tree(tree) if manifest.is_hash(tree) else None
+    if not manifest.is_hash(tree):
+        raise WireError("tree must be a SHA-256")
     sends_listing = header.get("listing") is True
-    if not sends_listing and known is None:
-        channel.say(have="nothing")
-    if sends_listing or known is None:
-        encoded = channel.read_packed(b"L", MAX_LISTING)
-    if known is not None:
+    if store.tree(tree) is not None:
+        if sends_listing:
+            for _ in channel.read_packed(b"L", MAX_LISTING):
+                pass
         arrived(tree)
         channel.say(have="tree")
         return
-    if manifest.tree_id(encoded) != tree:
+    if not sends_listing:
+        channel.say(have="nothing")
+    try:
+        listing = store.incoming()
+        try:
+            _take_tree(channel, tree, store, listing, arrived)
+        finally:
+            listing.drop()
+    except OSError as error:
+        raise _not_stored("the workspace's listing", error, store, 0) from None
+
+
+def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, arrived: Callable[[str], None]) -> None:
+    count = 0
+
+    def entries() -> Iterator[Entry]:
+        nonlocal count
+        for entry in manifest.decode_parts(_through(listing.write, channel.read_packed(b"L", MAX_LISTING))):
+            count += 1
+            yield entry
+
+    lacking = list(store.lacks(entries()))
+    if listing.sha256() != tree:
         raise WireError("the listing isn't the one that was announced")
-    entries = manifest.decode(encoded)
-    lacking = store.missing(entries)
-    size = sum(entries[index].size for index in lacking)
-    store.check_room(size, "the workspace in the node's cache")
-    bitmap = bytearray(len(entries) // 8 + 1)
-    for index in lacking:
-        bitmap[index >> 3] |= 1 << (index & 7)
-    channel.put({"have": "listing", "contents": len(lacking), "bytes": size})
-    channel.send_packed(b"W", bytes(bitmap))
-    channel.writer.flush()
-    stored = stored_bytes = 0
-    for index in lacking:
-        if _take_content(channel, store, entries[index]):
-            stored += 1
-            stored_bytes += entries[index].size
+    size = sum(entry.size for _, entry in lacking)
+    begun: Dict[int, Incoming] = {}
+    try:
+        for index, entry in lacking:
+            partial = store.take_partial(entry.sha256)
+            if partial is not None:
+                begun[index] = partial
+        store.check_room(size - sum(partial.size for partial in begun.values()), "the workspace in the node's cache")
+        bitmap = bytearray(count // 8 + 1)
+        for index, _ in lacking:
+            bitmap[index >> 3] |= 1 << (index & 7)
+        channel.put({"have": "listing", "contents": len(lacking), "bytes": size,
+                     "begun": {str(index): partial.size for index, partial in begun.items()}})
+        channel.send_packed(b"W", (bytes(bitmap),))
+        channel.writer.flush()
+        stored = stored_bytes = 0
+        for index, entry in lacking:
+            if _take_content(channel, store, entry, begun.pop(index, None), size - stored_bytes):
+                stored += 1
+                stored_bytes += entry.size
+    finally:
+        for index, entry in lacking:
+            if index in begun:
+                store.keep_partial(entry.sha256, begun[index])
     if channel.frame()[0] != b"Z":
         raise WireError("more contents than were asked for")
     if stored == len(lacking):
-        store.put_tree(encoded)
+        listing.keep_tree()
         arrived(tree)
     channel.say(stored=stored, bytes=stored_bytes)
 
 
-def _take_content(channel: Channel, store: Store, entry: Entry) -> bool:
-    incoming = store.incoming()
+def _through(take: Callable[[bytes], None], parts: Iterable[bytes]) -> Iterator[bytes]:
+    for part in parts:
+        take(part)
+        yield part
+
+
+def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Optional[Incoming], needed: int) -> bool:
     try:
+        incoming = incoming or store.incoming()
         while True:
             kind, payload = channel.frame()
             if kind == b"D":
+                if incoming.size + len(payload) > entry.size:
+                    raise WireError(f"'{quote_name(entry.path)}' is longer than the listing says")
                 incoming.write(payload)
             elif kind == b"E":
                 return incoming.keep(entry.sha256, entry.size)
             elif kind == b"X":
-                incoming.drop()
                 return False
             else:
                 raise WireError(f"a frame {kind!r} inside a file")
-    except OSError as error:
-        incoming.drop()
-        raise TransferError(f"'{quote_name(entry.path)}' could not be stored on the node: {error.strerror} ({store.root} has "
-                            f"{exact_bytes(free_bytes(store.root))} free)") from None
-    except GpurunError:
-        incoming.drop()
+    except LinkError:
+        if incoming is not None:
+            store.keep_partial(entry.sha256, incoming)
+            incoming = None
         raise
+    except OSError as error:
+        raise _not_stored(f"'{quote_name(entry.path)}'", error, store, needed) from None
+    finally:
+        if incoming is not None:
+            incoming.drop()
+
+
+def _not_stored(what: str, error: OSError, store: Store, needed: int) -> TransferError:
+    text = f"{what} could not be stored on the node in {store.root}: {error.strerror or error}"
+    if error.errno in FULL:
+        text += (f"; {exact_bytes(free_bytes(store.root))} are free" + (f" and {exact_bytes(needed)} still needed" if needed else "")
+                 + ". Free some, or use a node with a larger disk.")
+    return TransferError(text)
 
 
 # ---- pull --------------------------------------------------------------------------------------------------------------------
@@ -303,12 +403,13 @@ def find_outputs(root: str, declared: Sequence[str]) -> Tuple[List[Output], List
     outputs: List[Output] = []
     missing: List[str] = []
     refused: List[Tuple[str, str]] = []
-    names = sorted({manifest.clean_output(name) for name in declared})
-    above = set()
+    names = {manifest.clean_output(name) for name in declared}
     for name in names:
-        if any(name.startswith(other + "/") for other in names):
-            continue                                            # comes with the folder that it is in
         manifest.check_name(name)
+    above = set()
+    for name in sorted(names, key=lambda name: name.split("/")):
+        if any(char == "/" and name[:at] in names for at, char in enumerate(name)):
+            continue                                            # comes with the folder that it is in
         source = os.path.realpath(manifest.local_path(real_root, name))
         if not source.startswith(real_root + os.sep):
             refused.append((name, "leads out of the outputs root"))
@@ -324,7 +425,7 @@ def find_outputs(root: str, declared: Sequence[str]) -> Tuple[List[Output], List
             if os.path.isdir(source):
                 outputs.append(Output(Entry(name, "dir", state.st_mode & 0o777, state.st_mtime_ns), source))
                 skipped = lambda skip, name=name: refused.append((f"{name}/{skip.path}", skip.reason))
-                for entry in manifest.walk(source, on_skip=skipped):
+                for entry in manifest.walk(source, on_skip=skipped, lenient=True):
                     path = f"{name}/{entry.path}"
                     try:
                         manifest.check_name(path)
@@ -350,122 +451,211 @@ def serve_pull(channel: Channel, header: Dict[str, Any], root: str, over: Callab
     declared = header.get("outputs")
     if not isinstance(declared, list) or not all(isinstance(name, str) for name in declared):
         raise WireError("outputs must be a list of texts")
-    here = {entry.path: entry for entry in channel.listing()}
+    begun = header.get("begun", {})
+    if not isinstance(begun, dict):
+        raise WireError("begun must say which files are there in part")
+    here = {entry.path: (entry.size, entry.mtime_ns) for entry in channel.listing() if entry.kind == "file"}
     while not over(KEEPALIVE_S):
         channel.keep_alive()
     outputs, missing, refused = find_outputs(root, declared)
     size = sum(output.entry.size for output in outputs)
-    channel.put({"entries": len(outputs), "bytes": size, "missing": missing, "refused": refused[:REFUSED_SHOWN]})
-    channel.send_packed(b"L", manifest.encode(output.entry for output in outputs))
+    shown = [(path[:REFUSED_LENGTH], why[:REFUSED_LENGTH]) for path, why in refused[:REFUSED_SHOWN]]
+    if len(refused) > REFUSED_SHOWN:
+        shown.append(("…", f"and {len(refused) - REFUSED_SHOWN} more"))
+    channel.put({"entries": len(outputs), "bytes": size, "refused": shown})
+    channel.send_packed(b"M", (json.dumps(missing).encode("ascii"),))
+    channel.send_packed(b"L", manifest.encode_parts(output.entry for output in outputs))
     for entry, source in outputs:
         if entry.kind == "file":
-            known = here.get(entry.path)
-            if known and (known.size, known.mtime_ns) == (entry.size, entry.mtime_ns):
+            if here.get(entry.path) == (entry.size, entry.mtime_ns):
                 channel.writer.frame(b"S")
-            else:
-                _send_file(channel.writer, source, entry.size, "", lambda moved: None)
+                continue
+            start = _count(begun, _key(entry)) if entry.size >= RESUME_BYTES and _key(entry) in begun else 0
+            if 0 < start <= entry.size:
+                channel.writer.frame(b"R")
+                channel.writer.flush()
+            _send_file(channel, source, entry.size, "", lambda moved: None, start if start <= entry.size else 0)
     channel.writer.frame(b"Z")
     channel.writer.flush()
     answer = channel.answer()
     return Pulled(_count(answer, "collected"), _count(answer, "bytes"), missing, refused)
 
 
+def _key(entry: Entry) -> str:
+    """What the part of a file is filed under: the same state of the same file, and a name that any disk takes."""
+    return hashlib.sha256(json.dumps([entry.path, entry.size, entry.mtime_ns]).encode("ascii")).hexdigest()
+
+
 def pull(stream: Any, run_id: str, declared: Sequence[str], target: str, progress: Progress) -> Pulled:
     """Operator: waits for the run's end on the node and brings its outputs into `target`, each at its declared path.
 
     The node isn't trusted: every name passes `manifest.Guard`, files are written under temporary names and renamed, links are made
-    last, nothing leaves `target`. Files that an earlier try brought are not sent again. Raises TransferError (a full disk here; the
-    outputs are still on the node then), UnsafeNameError, LinkError.
+    last, nothing leaves `target`. What an earlier try brought, of a large file too, is not sent again. Raises TransferError (a full
+    disk here; the outputs are still on the node then), UnsafeNameError, LinkError.
     """
-    channel = Channel(stream)
-    channel.put({"type": "Pull", "run_id": run_id, "outputs": list(declared)})
-    here = list(manifest.walk(target)) if os.path.isdir(target) else []
-    channel.send_packed(b"L", manifest.encode(here))
-    channel.writer.flush()
-    summary = channel.answer()
-    missing, refused = summary.get("missing"), summary.get("refused")
-    if not isinstance(missing, list) or not set(map(str, missing)) <= {manifest.clean_output(name) for name in declared}:
+    landing = _Landing(target, progress)
+    try:
+        try:
+            channel = Channel(stream)
+            channel.put({"type": "Pull", "run_id": run_id, "outputs": list(declared), "begun": landing.begun()})
+            channel.send_packed(b"L", manifest.encode_parts(landing.look()))
+            channel.writer.flush()
+            summary = channel.answer()
+            refused = summary.get("refused")
+            if not isinstance(refused, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in refused):
+                raise WireError("the node's list of refused outputs isn't one")
+            missing = _missing(channel, declared)
+            landing.expect(list(channel.listing()), declared)
+            files = landing.take(channel)
+        except OSError as error:
+            raise landing.failed(error) from None
+        channel.say(collected=files, bytes=landing.total)
+        channel.stream.finish(IO_S)
+        return Pulled(files, landing.total, missing, [(str(path), str(why)) for path, why in refused] + landing.refused)
+    finally:
+        landing.close()
+
+
+def _missing(channel: Channel, declared: Sequence[str]) -> List[str]:
+    try:
+        missing = json.loads(b"".join(channel.read_packed(b"M", MAX_LISTING)).decode("ascii"))
+    except (ValueError, RecursionError):
+        raise WireError("the node's list of missing outputs isn't one") from None
+    known = {manifest.clean_output(name) for name in declared}
+    if not isinstance(missing, list) or not all(isinstance(name, str) and name in known for name in missing):
         raise WireError("the node calls outputs missing that nobody declared")
-    if not isinstance(refused, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in refused):
-        raise WireError("the node's list of refused outputs isn't one")
-    entries = channel.listing()
-    make_private_dir(target)
-    guard = manifest.Guard(declared, *manifest.folds(target))
-    for entry in entries:
-        guard.admit(entry)
-    size = sum(entry.size for entry in entries)
-    brought = sum(entry.size for entry in here)
-    free = free_bytes(target)
-    if size - brought > free:
-        raise TransferError(f"no room for the outputs here: {target} has {exact_bytes(free)} free, needed are {exact_bytes(size - brought)}. "
-                            "They are still on the node: make room and fetch them again.")
-    landing = _Landing(target, entries, size, progress)
-    files = landing.take(channel)
-    channel.say(collected=files, bytes=size)
-    channel.stream.finish(IO_S)
-    return Pulled(files, size, [str(name) for name in missing], [(str(path), str(why)) for path, why in refused] + landing.refused)
+    return missing
 
 
 class _Landing:
-    """Puts the files of one pull in place."""
+    """Puts the files of one pull in place. A file is written in a folder beside the target, synced and renamed by one of a few threads:
+    a disk syncs several at once in the time of one (5,000 small files here: 0.6 s, one after the other 1.6 s)."""
 
-    def __init__(self, target: str, entries: Sequence[Entry], total: int, progress: Progress) -> None:
-        self._target, self._entries, self._total, self._progress = target, entries, total, progress
+    def __init__(self, target: str, progress: Progress) -> None:
+        self._target, self._progress = target, progress
         self._temp = os.path.join(os.path.dirname(target), ".incoming-" + os.path.basename(target))
+        self._entries: List[Entry] = []
+        self._here: Dict[str, Tuple[int, int]] = {}
+        self._parts: Dict[str, Tuple[Any, int]] = {}            # key of a file that broke off: the hash so far, the bytes
+        self._settler = _Settler()
+        self._name = ""
         self._done = 0
+        self.total = 0
         self.refused: List[Tuple[str, str]] = []
+
+    def begun(self) -> Dict[str, int]:
+        """The parts of files that an earlier try left. They are hashed before the node is asked, so that nobody waits for that."""
+        make_private_dir(self._temp)
+        for name in os.listdir(self._temp):
+            path, digest, size = os.path.join(self._temp, name), hashlib.sha256(), 0
+            if not manifest.is_hash(name):
+                os.unlink(path)
+                continue
+            with open(path, "rb") as stream:
+                while True:
+                    block = stream.read(BLOCK)
+                    if not block:
+                        break
+                    digest.update(block)
+                    size += len(block)
+            self._parts[name] = (digest, size)
+        return {name: size for name, (_, size) in self._parts.items()}
+
+    def look(self) -> Iterator[Entry]:
+        """What is in the target already."""
+        for entry in manifest.walk(self._target) if os.path.isdir(self._target) else ():
+            if entry.kind == "file":
+                self._here[entry.path] = (entry.size, entry.mtime_ns)
+            yield entry
+
+    def expect(self, entries: List[Entry], declared: Sequence[str]) -> None:
+        """Checks what the node will send: all names, and the room for it."""
+        make_private_dir(self._target)
+        guard = manifest.Guard(declared, *manifest.folds(self._target))
+        for entry in entries:
+            guard.admit(entry)
+        self._entries, self.total = entries, sum(entry.size for entry in entries)
+        needed = sum(entry.size for entry in entries if self._here.get(entry.path) != (entry.size, entry.mtime_ns))
+        needed -= sum(size for _, size in self._parts.values())
+        if needed > free_bytes(self._target):
+            raise self._full("the outputs have no room", needed)
+
+    def _full(self, what: str, needed: int) -> TransferError:
+        return TransferError(f"{what} here: {self._target} has {exact_bytes(free_bytes(self._target))} free, needed are {exact_bytes(needed)}"
+                             ". The outputs are still on the node: make room and fetch them again.")
+
+    def failed(self, error: OSError) -> TransferError:
+        what = f"the output '{quote_name(self._name)}'" if self._name else "the outputs"
+        if error.errno in FULL:
+            return self._full(f"{what} could not be written: {error.strerror}", max(0, self.total - self._done))
+        return TransferError(f"{what} could not be written below {self._target}: {error.strerror or error}. They are still on the node.")
 
     def take(self, channel: Channel) -> int:
         """Reads all files off the channel; how many are in place now."""
-        name, files = "", 0
-        folders, links = [], []
-        try:
-            for entry in self._entries:
-                name = entry.path
-                path = manifest.local_path(self._target, name)
-                if entry.kind == "dir":
-                    self._make_folder(path)
-                    folders.append(entry)
-                elif entry.kind == "link":
-                    links.append((entry, path))
-                else:
-                    files += self._take_file(channel, entry, path)
-            if channel.frame()[0] != b"Z":
-                raise WireError("more outputs than were listed")
-            for entry, path in links:                           # last: nothing is ever written through one
-                self._clear(path)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                manifest.make_link(entry, path)
-            manifest.finish_folders(self._target, folders, also_mode=0o700)
-            for folder in {os.path.dirname(manifest.local_path(self._target, entry.path)) for entry in self._entries}:
-                fsync_dir(folder)
-        except OSError as error:
-            raise TransferError(f"the output '{quote_name(name)}' could not be written below {self._target}: {error.strerror} "
-                                f"({exact_bytes(free_bytes(self._target))} free). The outputs are still on the node.") from None
-        finally:
-            if os.path.exists(self._temp):
-                os.unlink(self._temp)
+        files = 0
+        folders = [entry for entry in self._entries if entry.kind == "dir"]
+        links = [entry for entry in self._entries if entry.kind == "link"]
+        for entry in self._entries:
+            if entry.kind == "link":
+                continue
+            self._name = entry.path
+            path = manifest.local_path(self._target, entry.path)
+            if entry.kind == "dir":
+                self._make_folder(path)
+            else:
+                files += self._take_file(channel, entry, path)
+        self._name = ""
+        if channel.frame()[0] != b"Z":
+            raise WireError("more outputs than were listed")
+        self._settler.wait()
+        for entry in links:                                     # last: nothing is ever written through one
+            self._name = entry.path
+            path = manifest.local_path(self._target, entry.path)
+            self._clear(path)
+            manifest.make_link(entry, path)
+        self._name = ""
+        manifest.finish_folders(self._target, folders, also_mode=0o700)
+        for folder in {self._target} | {manifest.local_path(self._target, entry.path) for entry in folders}:
+            self._settler.add(fsync_dir, folder)
+        self._settler.wait()
         return files
 
     def _make_folder(self, path: str) -> None:
         if os.path.islink(path) or not os.path.isdir(path):
             self._clear(path)
-            os.makedirs(path, exist_ok=True)
+            os.mkdir(path)
         os.chmod(path, 0o700)
 
     @staticmethod
     def _clear(path: str) -> None:
-        if os.path.islink(path) or os.path.isfile(path):
-            os.unlink(path)
+        """What an earlier try put there, unless it is a folder."""
+        if os.path.islink(path) or not os.path.isdir(path):
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass
 
     def _take_file(self, channel: Channel, entry: Entry, path: str) -> int:
         kind, payload = channel.frame()
         if kind == b"S":
+            if self._here.get(entry.path) != (entry.size, entry.mtime_ns):
+                raise WireError(f"'{quote_name(entry.path)}' isn't here and the node doesn't send it")
             self._moved(entry.size, entry.path)
             return 1
-        fd = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        key = _key(entry)
+        temp = os.path.join(self._temp, key)
+        digest, size = hashlib.sha256(), 0
+        if kind == b"R":
+            if key not in self._parts:
+                raise WireError(f"the node goes on in the middle of '{quote_name(entry.path)}', which isn't here")
+            digest, size = self._parts[key]
+            self._moved(size, entry.path)
+            kind, payload = channel.frame()
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        whole = keep = False
         try:
-            digest, size = hashlib.sha256(), 0
+            os.ftruncate(fd, size)
+            os.lseek(fd, size, os.SEEK_SET)
             while kind == b"D":
                 size += len(payload)
                 if size > entry.size:
@@ -483,18 +673,84 @@ class _Landing:
                 raise TransferError(f"the output '{quote_name(entry.path)}' arrived broken (length or SHA-256 differ); it is still on the node")
             os.fchmod(fd, entry.mode & 0o777)
             os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
-            os.fsync(fd)
+            whole = True
+        except (LinkError, KeyboardInterrupt):
+            keep = size >= RESUME_BYTES
+            raise
         finally:
-            os.close(fd)
-        folder = os.path.dirname(path)
-        if not os.path.isdir(folder):
-            os.makedirs(folder)
-        os.replace(self._temp, path)
+            if not whole:
+                os.close(fd)
+                if not keep:
+                    os.unlink(temp)
+        self._settler.add(_settle, fd, temp, path)
         return 1
 
     def _moved(self, size: int, name: str) -> None:
         self._done += size
-        self._progress(self._done, self._total, name)
+        self._progress(self._done, self.total, name)
+
+    def close(self) -> None:
+        """Leaves nothing behind but the part of a large file that broke off."""
+        self._settler.close()
+        try:
+            for name in os.listdir(self._temp):
+                if os.path.getsize(os.path.join(self._temp, name)) < RESUME_BYTES:
+                    os.unlink(os.path.join(self._temp, name))
+            os.rmdir(self._temp)
+        except OSError:
+            pass                                                # parts are in there, or there is no such folder
+
+
+def _settle(fd: int, temp: str, path: str) -> None:
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(temp, path)
+
+
+class _Settler:
+    """Threads that do what waits for the disk."""
+
+    THREADS = 8
+
+    def __init__(self) -> None:
+        self._work: "queue.Queue[Any]" = queue.Queue(4 * self.THREADS)
+        self._threads: List[threading.Thread] = []
+        self._error: Optional[OSError] = None
+
+    def add(self, function: Callable[..., None], *args: Any) -> None:
+        """Has it done; an OSError of anything that was added before is raised here or in `wait`."""
+        if self._error is not None:
+            raise self._error
+        if len(self._threads) < self.THREADS and self._work.unfinished_tasks >= len(self._threads):
+            self._threads.append(threading.Thread(target=self._run, name="settle", daemon=True))
+            self._threads[-1].start()
+        self._work.put((function, args))
+
+    def wait(self) -> None:
+        self._work.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            item = self._work.get()
+            try:
+                if item is None:
+                    return
+                item[0](*item[1])
+            except OSError as error:
+                self._error = self._error or error
+            finally:
+                self._work.task_done()
+
+    def close(self) -> None:
+        """Ends the threads when all is done."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
 
 
 # ---- follow ------------------------------------------------------------------------------------------------------------------
