@@ -107,7 +107,7 @@ def run(job: str, cluster: str | None, node: str | None, runs_dir: str | None, a
     finally:
         screen.close()
     screen.summary(result)
-    screen.result(result)
+    screen.result({key: value for key, value in result.items() if key != "bytes"})
     screen.close()
     return int(result["exit_code"])
 
@@ -268,20 +268,21 @@ def stop(run_name: str, cluster: str | None, runs_dir: str | None, as_json: bool
     from gpurun.screen import Screen
     from gpurun.stopping import stop_run
     folder = find(choose_runs_dir(runs_dir, os.environ), run_name)
-    record = folder.load()
     screen = Screen.choose(json=as_json, quiet=quiet)
+
+    def nodes_of(record: Any) -> tuple[Any, list[Any], LazyLink]:
+        found, nodes = _cluster_of(record, cluster)
+        return found, nodes, LazyLink(found)
+
     try:
-        if record.state in ("COMPLETED", "FAILED"):
-            screen.say(f"{record.run_id} has ended already: {record.state}, {record.reason}")
-            result = _status_object(folder, record, "")
-        else:
-            found, nodes = _cluster_of(record, cluster)
-            result = stop_run(folder, record, found, nodes, LazyLink(found), screen, _operator())
-            screen.summary(dict(result, outputs_dir=folder.outputs))
-        screen.result(result)
+        record = stop_run(folder, nodes_of, screen, _operator())
+        folder.close()
+        answer = _status_object(folder, record, "")
+        screen.summary(dict(answer, outputs_dir=folder.outputs))
+        screen.result(answer)
     finally:
         screen.close()
-    return 0
+    return 0 if record.state in ("COMPLETED", "FAILED") or answer["driven"] else EXIT_STOPPED
 
 
 @cli.command(short_help="Check this machine and the nodes: gpurun doctor")
@@ -352,10 +353,7 @@ def _cluster_of(record: Any, option: str | None) -> tuple[Any, list[Any]]:
     path = option or record.node.get("cluster")
     from gpurun import config
     cluster = config.load_cluster(Path(path) if path else None)
-    name = record.node.get("name")
-    if not name:
-        raise ConfigError(f"{record.run_id} was never given to a node: there is nothing to stop")
-    return cluster, _nodes(cluster, name)
+    return cluster, _nodes(cluster, record.node["name"])
 
 
 def _operator() -> str:

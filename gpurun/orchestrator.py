@@ -1,9 +1,10 @@
 """One run from start to end: wait for what happens, step the lifecycle, save, act.
 
-The main thread owns the run: it takes one item after the other out of an inbox, and everything that takes time (the session, the push,
-the logs, the outputs, a new connection) is a thread that ends in an item. After each event the new state is on disk before anything is
-sent. The whole plan goes to the node in one flight behind Hello; a command that the lifecycle asks for later was then sent already, and
-is sent again only to a node that may not have it.
+The main thread owns the run: it takes one item after the other out of an inbox. Everything that takes time (reading the workspace,
+connecting, the session, the push, the logs, the outputs) is a thread that ends in an item, and so is a signal: whatever is going on,
+Ctrl-C is the next thing that is seen. After each event the new state is on disk before anything is sent. The whole plan goes to the
+node in one flight behind Hello; a command that the lifecycle asks for later was then sent already, and is sent again only to a node
+that may not have it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
 
@@ -27,7 +28,7 @@ from gpurun.messages import (
 )
 from gpurun.provider import Node
 from gpurun.records import Record, RunFolder, utc_now
-from gpurun.screen import Screen
+from gpurun.screen import Screen, remember_terminal
 from gpurun.session import DIAL_S, Session, current, dial, reach
 
 TICK_S = 0.2
@@ -35,17 +36,15 @@ PING_S = 5.0
 SILENT_S = 15.0               # nothing heard for so long: the link counts as broken, a new one is tried
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 REDEPLOY_AFTER = 2            # failed dials before SSH (or this machine) is asked to look after the agent
+AGAIN_S = 5.0                 # a transfer that lasted so long and broke is begun again; one that broke sooner takes the session with it
 LOGS_S = 60.0                 # for the rest of the logs once all else is done, counted from their last move
 FAULT_LOGS_S = 5.0            # the same when the node could not end the run as it should
 PUSHES = 3                    # a workspace that changes under us is listed and pushed again this often
-
-
-class Interrupted(BaseException):
-    """A signal while nothing runs on the node yet: unwinds the preparation. No Exception, so that nothing on the way swallows it."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Left(Exception):
-    """The operator left a run that goes on."""
+    """The operator left; the node goes on with whatever it is at."""
 
 
 class Orchestrator:
@@ -61,74 +60,95 @@ class Orchestrator:
         self._inbox: "SimpleQueue[Any]" = SimpleQueue()
         self._link: Link | None = None
         self._session: Session | None = None
-        self._sent: set[str] = set()
+        self._preparing = False               # a thread may be asking for a passphrase
+        self._greeted = False                 # a node may have the run
+        self._waiting = False                 # it is busy, and we stand in its queue
+        self._sent: set[str] = set()          # the commands that went over this session
         self._entries: list[manifest.Entry] = []
         self._encoded = b""
         self._offsets = {name: 0 for name in transfer.LOGS}
         self._logs: dict[str, int] = {}
+        self._echo = True                     # whether the job's output is shown as well as kept
         self._warned: set[str] = set()
         self._followed = self._pulled = self._writing = False
+        self._collected: OutputsCollected | None = None
         self._collect_error = ""
+        self._refused: set[str] = set()
         self._signals = 0
-        self._stop_wanted = self._in_loop = self._busy_told = False
+        self._stop_wanted = self._taking_over = False
         self._began = self._phase_began = time.monotonic()
         self._heard = self._log_moved = self._ended = time.monotonic()
         self._pinged = 0.0
         self._attempt = -1                    # -1: connected; else how often reconnecting has failed
+        self._shown = ""                      # the phase that the screen is at
         self._round = 0                       # transfers of an earlier session or claim have an earlier number
+        self._launched: dict[str, float] = {}
         self._turns = {name: threading.Lock() for name in ("push", "follow", "pull")}   # one at a time of each, whatever session
 
     # ---- from outside ------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """The whole run. Raises GpurunError for what goes wrong before the node has the run; all else is in the result."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:   # nohup, and a shell's `&` in a script, have their reasons
+                # Never put back: a late Ctrl-C mustn't cut off the result that the caller prints.
+                signal.signal(number, self._on_signal)
+        restore_terminal = remember_terminal()
         try:
-            try:
-                self._prepare()
-                self._in_loop = True
-            except Interrupted:
-                self._step(OperatorStop(self._fsm.run_id))
-            except GpurunError as error:
-                self._step(NodeFault(self._fsm.run_id, reason=str(error)))
-                raise
+            self._preparing = True
+            self._in_background("prepared", self._prepare)
             while not self._finished():
                 self._turn()
         except Left:
-            return self._leave()
+            self._say_what_is_left()
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            if self._preparing:
+                restore_terminal()
             self._close()
         return self._result()
 
     def stop(self) -> dict[str, Any]:
-        """Takes over a run that no process here drives, from its record, and ends it."""
-        known = self._record.fsm
-        self._fsm = fsm.Run(**{name: known[name] for name in asdict(self._fsm) if name in known})
-        self._followed = True                 # what it printed from now on is on the node; its logs here stay what they are
-        self._stop_wanted = True
+        """Takes over a run that no process here drives, from its record, and ends it. A job that has ended by itself meanwhile keeps
+        its own exit code; its outputs and the rest of its logs come home in any case."""
+        self._fsm = replace(self._fsm, **{name: value for name, value in self._record.fsm.items() if name in asdict(self._fsm)})
+        self._taking_over = self._stop_wanted = True
+        self._echo = False
+        self._signals = 1                     # there is nothing to stop but this: the first Ctrl-C leaves
+        have = {"run.out": self._folder.stdout, "run.err": self._folder.stderr}
+        self._offsets.update((name, os.path.getsize(path)) for name, path in have.items() if os.path.exists(path))
+        if os.path.exists(self._folder.setup):
+            del self._offsets["setup.out"], self._offsets["setup.err"]   # two streams in one file: where each of them stood isn't known
         return self.run()
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._signals += 1
-        if not self._in_loop:
-            raise Interrupted
+        if self._signals > 3:                 # the main thread hangs, in a write that nobody reads: it has had its chances
+            os._exit(EXIT_STOPPED)
         self._inbox.put(("signal", None, number))
 
     # ---- before the node has the run -----------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        """Lists the workspace while the connection is made, then sends Hello and the whole plan."""
+    def _in_background(self, name: str, work: Callable[[], Any]) -> None:
+        """`work()` in a thread: `(name, None, its value)` lands in the inbox, or `("failed", None, error)`."""
+        def body() -> None:
+            try:
+                self._inbox.put((name, None, work()))
+            except GpurunError as error:
+                self._inbox.put(("failed", None, error))
+            except Exception as error:        # whatever it was, the main thread waits for a word
+                self._inbox.put(("failed", None, GpurunError(_described(error))))
+
+        threading.Thread(target=body, name=name, daemon=True).start()
+
+    def _prepare(self) -> Session:
+        """Lists the workspace while the connection is made."""
         dialled: "SimpleQueue[Any]" = SimpleQueue()
         threading.Thread(target=self._dial_first, args=(dialled,), name="dial", daemon=True).start()
         if self._job.workdir is not None:
             self._list_workspace()
         session, error = dialled.get()
         self._link = self._make_link()
-        if session is None:
-            session = self._reach_any(error)
-        self._start(session)
+        return session or self._reach_any(error)
 
     def _dial_first(self, result: "SimpleQueue[Any]") -> None:
         """Only the quick way, and quietly: all that a second run needs."""
@@ -137,8 +157,10 @@ class Orchestrator:
             result.put((None if known is None else dial(self._make_link(), known, self._inbox, DIAL_S), None))
         except GpurunError as error:
             result.put((None, error))
+        except Exception:
+            result.put((None, None))          # going there the long way says what it was
 
-    def _reach_any(self, first_error: GpurunError | None) -> Session:
+    def _reach_any(self, first_error: GpurunError | None = None) -> Session:
         """A session with the first node that can be had, the agent deployed where it must be."""
         assert self._link is not None
         while True:
@@ -173,45 +195,59 @@ class Orchestrator:
         if len(found.skipped) > 10:
             self._screen.warn(f"{len(found.skipped) - 10} more sockets, FIFOs and devices don't go")
 
-    def _start(self, session: Session) -> None:
+    def _prepared(self, session: Session) -> None:
         """A first session with a node: claims it for this run."""
+        self._preparing = False
         self._session, node = session, self._nodes[0]
         self._record.node = {"name": node.name, "kind": node.kind, "agent_id": session.endpoint.agent_id,
                              "cluster": str(self._cluster.path or "")}
         self._record.agent, self._record.path = session.endpoint.version, session.path()
+        self._record.fsm = asdict(self._fsm)
         self._save()
+        if self._job.workdir is not None:
+            self._screen.phase("push", f"to {node.name}")
         self._hello()
-        self._screen.phase("push" if self._job.workdir is not None else "run", f"to {node.name}")
+
+    def _failed(self, error: GpurunError) -> None:
+        """No node has the run: it ends here."""
+        self._preparing = False
+        self._step(NodeFault(self._fsm.run_id, reason=str(error)))
+        raise error
 
     def _hello(self) -> None:
         """Opens the session. A node that had the run and lost it must say so: only a run that never began is claimed."""
         assert self._session is not None
         self._heard, self._attempt = time.monotonic(), -1
-        plan = self._take_plan()
-        if self._fsm.stopped and self._fsm.state not in TERMINAL:
+        plan = self._plan()
+        if self._stop_wanted and self._fsm.state not in TERMINAL:
             plan.append(StopJob(self._fsm.run_id))
-        hello = Hello(version=__version__, operator=self._operator, run_id=self._fsm.run_id, job=self._job.name, claim=not self._fsm.phase,
-                      wait=self._wait and len(self._nodes) == 1, after=self._record.seq)
-        self._session.begin(hello, *plan)
+        hello = Hello(version=__version__, operator=self._operator, run_id=self._fsm.run_id, job=self._job.name,
+                      claim=not self._fsm.phase and not self._stop_wanted, wait=self._wait and len(self._nodes) == 1, after=self._record.seq)
+        self._sent = {type(command).__name__ for command in plan}
+        try:
+            self._session.begin(hello, *plan)
+        except LinkError as error:
+            self._greeted = True
+            self._broken(error)
+            return
+        except WireError as error:            # a message that is too long: none of them went
+            self._failed(error)
+        self._greeted = True
         self._start_transfers()
 
-    def _take_plan(self) -> list[Any]:
-        plan = self._plan()
-        self._sent = {type(command).__name__ for command in plan}
-        return plan
-
     def _plan(self) -> list[Any]:
-        """Every command that the run still needs, in order; the node holds each until its turn."""
+        """Every command that the run still needs, in order; the node holds each until its turn. After a stop nothing more is begun."""
         run_id, done = self._fsm.run_id, fsm.PHASES.index(self._fsm.phase) if self._fsm.phase else 0
         plan: list[Any] = []
         if self._fsm.state in TERMINAL:
             return plan
-        if self._fsm.has_workspace and done <= 0:
-            plan.append(MaterializeWorkspace(run_id, manifest.tree_id(self._encoded)))
-        if self._fsm.has_setup and done <= 1:
-            plan.append(RunSetup(run_id, self._job.setup, self._job.env))
-        if done <= 2:
-            plan.append(RunJob(run_id, self._job.run, self._job.env))
+        if not self._stop_wanted:
+            if self._fsm.has_workspace and done <= 0:
+                plan.append(MaterializeWorkspace(run_id, manifest.tree_id(self._encoded)))
+            if self._fsm.has_setup and done <= 1:
+                plan.append(RunSetup(run_id, self._job.setup, self._job.env))
+            if done <= 2:
+                plan.append(RunJob(run_id, self._job.run, self._job.env))
         if self._fsm.has_outputs:
             plan.append(CollectOutputs(run_id, list(self._job.outputs)))
         return plan
@@ -237,29 +273,34 @@ class Orchestrator:
             self._screen.live_tick()
             self._watch_link()
             return
-        if kind == "signal":
-            self._signalled(item)
-        elif kind in ("said", "broken") and source is not self._session or kind.endswith("_ended") and source != self._round:
-            pass                              # of a session, or a claim, that was replaced
-        else:
-            getattr(self, f"_{kind}")(item)
+        if kind in ("said", "broken") and source is not self._session:
+            return                            # of a session that was replaced
+        if kind.endswith("_ended") and source != self._round and isinstance(item, GpurunError):
+            return                            # an error of a try that was replaced; what it achieved counts
+        getattr(self, f"_{kind}")(item)
 
-    def _signalled(self, number: int) -> None:
-        if number == signal.SIGHUP or self._signals > 1:
+    def _signal(self, number: int) -> None:
+        if not self._greeted and not self._taking_over:
+            self._stop_wanted = True
+            self._step(OperatorStop(self._fsm.run_id))
+        elif number == signal.SIGHUP or self._signals > 1 or self._fsm.state in TERMINAL:
             raise Left
-        if self._fsm.phase == "collect":
+        elif self._fsm.phase == "collect":
             self._screen.warn("the job has ended already; collecting its outputs (Ctrl-C again leaves)")
-        elif self._fsm.state in TERMINAL:
-            raise Left
         else:
             self._screen.warn("stopping the job and collecting what there is (Ctrl-C again leaves at once)")
             self._stop_wanted = True
             self._try_stop()
 
     def _try_stop(self) -> None:
-        """In PENDING the plan may be on its way: the stop waits for the node's answer, so that nothing is left running."""
-        if self._fsm.phase or self._session is None or self._busy_told:
+        """Before the node's first word the plan may be on its way: that word is waited for, so that nothing is left running. In its
+        queue our turn may just have come: whether it knows the run, its answer to StopJob tells."""
+        if self._taking_over:
+            return                            # StopJob is with the node, and what it did is in its events
+        if self._fsm.phase:
             self._step(OperatorStop(self._fsm.run_id))
+        elif self._waiting:
+            self._say(StopJob(self._fsm.run_id))
 
     # ---- what the node says --------------------------------------------------------------------------------------------------
 
@@ -270,7 +311,7 @@ class Orchestrator:
         elif isinstance(message, Busy):
             self._busy(message)
         elif isinstance(message, Refused):
-            self._refused(message)
+            self._refusal(message)
         elif isinstance(message, NODE_EVENTS):
             self._observe(message)
 
@@ -279,25 +320,30 @@ class Orchestrator:
             fsm.accept_from_wire(event)
             if event.seq and event.seq <= self._record.seq:
                 return                        # seen before the connection broke
+            if isinstance(event, OutputsCollected) and not self._pulled:
+                self._collected = event       # the node has our word for it; the thread that gave it is about to say so here
+                return
             if isinstance(event, NodeReady):
                 self._ready(event)
             self._record.seq = max(self._record.seq, event.seq)
             self._note(event)
             self._step(event)
         except WireError as error:
-            self._step(NodeFault(self._fsm.run_id, reason=f"the node broke the protocol: {error}"))
+            self._give_up(f"the node broke the protocol: {error}")
         if self._stop_wanted and not self._fsm.stopped:
             self._try_stop()
 
     def _ready(self, event: NodeReady) -> None:
         self._record.node["facts"] = {name: event.facts.get(name) for name in ("hostname", "os", "arch", "python", "cpus", "gpus")}
         self._record.node_dir = f"{event.facts.get('node_dir', '~/.gpurun')}/runs/{self._fsm.run_id}"
-        if self._busy_told:                   # it was refused while the node was busy
-            self._busy_told = False
-            assert self._session is not None
-            self._session.say(*self._take_plan())
+        if self._waiting:                     # what went with Hello was refused: the node was busy
+            self._waiting = False
+            plan = self._plan()
+            self._sent = {type(command).__name__ for command in plan}
+            self._say(*plan)
             self._start_transfers()
-            self._screen.phase("push" if self._job.workdir is not None else "run", f"to {self._nodes[0].name}")
+            if self._job.workdir is not None:
+                self._screen.phase("push", f"to {self._nodes[0].name}")
 
     def _note(self, event: Any) -> None:
         """Times and amounts that the event brings."""
@@ -312,40 +358,39 @@ class Orchestrator:
             self._record.seconds["setup"] = round(event.seconds, 3)
         elif isinstance(event, JobExited):
             self._record.seconds["run"] = round(event.seconds, 3)
-            self._phase_began = now
         elif isinstance(event, OutputsCollected):
             self._record.seconds["collect"] = round(now - self._phase_began, 3)
             self._record.missing = list(event.missing)
-            self._record.outputs = [name for name in self._job.outputs if name not in event.missing]
+            self._record.outputs = [name for name in self._job.outputs if name not in event.missing and name not in self._refused]
+        self._phase_began = now
 
     def _busy(self, busy: Busy) -> None:
         assert self._session is not None
         node = self._nodes[0]
         who = f"{node.name} is busy with {busy.run_id or 'another run'} of {busy.operator or 'another operator'} for {busy.seconds:.0f} s"
         self._round += 1                      # the transfers of this try end without the run
-        if len(self._nodes) > 1:
-            self._screen.say(f"{who}; trying {self._nodes[1].name}")
-            del self._nodes[0]
-            self._session.close()
-            self._in_loop = False
-            try:
-                self._start(self._reach_any(None))
-            except Interrupted:
-                self._step(OperatorStop(self._fsm.run_id))
-            finally:
-                self._in_loop = True
-        elif self._wait:
-            self._busy_told = True
+        if len(self._nodes) == 1 and self._wait:
+            self._waiting = True
             self._screen.phase("wait", who)
             if self._stop_wanted:
                 self._try_stop()
+        elif self._stop_wanted:
+            self._step(OperatorStop(self._fsm.run_id))
+        elif len(self._nodes) > 1:
+            self._screen.say(f"{who}; trying {self._nodes[1].name}")
+            del self._nodes[0]
+            self._drop_session()
+            self._greeted, self._preparing = False, True
+            self._in_background("prepared", self._reach_any)
         else:
             error = NodeBusyError(f"{who}. Wait for it with --wait, end it with `gpurun stop`, or name another node with --node.")
             self._step(NodeFault(self._fsm.run_id, reason=str(error)))
 
-    def _refused(self, refused: Refused) -> None:
-        """The commands that went with a Hello which wasn't granted are refused too: the Busy before them has said it all."""
-        if refused.of in ("", "Hello"):
+    def _refusal(self, refused: Refused) -> None:
+        """The commands that went with a Hello which wasn't granted are refused too: the answer to Hello has said it all."""
+        if self._stop_wanted and not self._fsm.phase and refused.of in ("Hello", "StopJob"):
+            self._step(OperatorStop(self._fsm.run_id))   # the node doesn't have the run, and we don't send it any more
+        elif refused.of in ("", "Hello"):
             self._step(NodeFault(self._fsm.run_id, reason=f"the node refused: {refused.reason}"))
 
     # ---- step, save, act -----------------------------------------------------------------------------------------------------
@@ -366,26 +411,35 @@ class Orchestrator:
                                        "to_phase": self._fsm.phase, "command": list(commands)})
         self._act(commands)
         if self._fsm.phase != before.phase and self._fsm.phase not in ("", "workspace"):
-            self._screen.phase(self._fsm.phase)
+            self._screen.phase(self._fsm.phase, f"{'from' if self._fsm.phase == 'collect' else 'on'} {self._nodes[0].name}")
+            self._shown = self._fsm.phase
         if self._fsm.phase == "collect" and self._collect_error:
             self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
 
     def _act(self, commands: Sequence[str]) -> None:
-        """Sends what wasn't sent ahead. A broken session is no error here: the next one gets the whole plan."""
-        wanted = [name for name in commands if name not in self._sent]
-        if not wanted or self._session is None:
-            return
-        known = {type(command).__name__: command for command in self._plan()}
-        known["StopJob"] = StopJob(self._fsm.run_id)
-        self._sent.update(wanted)
-        try:
-            self._session.say(*[known[name] for name in wanted if name in known])
-        except LinkError:
-            pass
+        """Sends what wasn't sent ahead. Without a session nothing is lost: the next one gets the whole plan."""
+        known = {type(command).__name__: command for command in self._plan() + [StopJob(self._fsm.run_id)]}
+        wanted = [name for name in commands if name in known and name not in self._sent]
+        if wanted and self._session is not None:
+            self._sent.update(wanted)
+            self._say(*[known[name] for name in wanted])
+
+    def _say(self, *messages: Any) -> None:
+        """A broken session is no error here: its own thread reports it, and the next one begins with all that is needed."""
+        if self._session is not None:
+            try:
+                self._session.say(*messages)
+            except LinkError:
+                pass
+
+    def _give_up(self, reason: str) -> None:
+        """A fault of ours, or nonsense from the node: the run ends here, and as far as we can tell there."""
+        self._step(NodeFault(self._fsm.run_id, reason=reason))
+        self._say(StopJob(self._fsm.run_id))
 
     def _save(self) -> None:
-        self._record.offsets = {"stdout": self._offsets["run.out"], "stderr": self._offsets["run.err"],
-                                "setup": self._offsets["setup.out"] + self._offsets["setup.err"]}
+        at = self._offsets
+        self._record.offsets = {"stdout": at["run.out"], "stderr": at["run.err"], "setup": at.get("setup.out", 0) + at.get("setup.err", 0)}
         try:
             self._folder.save(self._record)
         except OSError as error:
@@ -400,19 +454,21 @@ class Orchestrator:
     # ---- transfers -----------------------------------------------------------------------------------------------------------
 
     def _start_transfers(self) -> None:
-        """Each in a thread, on the session of now; what is done already isn't done again."""
-        session = self._session
-        assert session is not None
+        """Each in a thread, on the session of now. A pull whose acknowledgement was lost is done again: what is here isn't sent again."""
         self._round += 1
-        if self._fsm.has_workspace and self._fsm.phase in ("", "workspace") and self._fsm.state not in TERMINAL:
-            self._launch("push", session, self._push_tree)
+        over = self._fsm.state in TERMINAL
+        if self._fsm.has_workspace and self._fsm.phase in ("", "workspace") and not over and not self._stop_wanted:
+            self._launch("push")
         if not self._followed:
-            self._launch("follow", session, self._follow_logs)
-        if self._fsm.has_outputs and not self._pulled and self._fsm.state not in TERMINAL:
-            self._launch("pull", session, self._pull_outputs)
+            self._launch("follow")
+        if self._fsm.has_outputs and not over:
+            self._launch("pull")
 
-    def _launch(self, name: str, session: Session, work: Callable[[Session], Any]) -> None:
-        started_in = self._round
+    def _launch(self, name: str) -> None:
+        session, started_in = self._session, self._round
+        assert session is not None
+        work = {"push": self._push_tree, "follow": self._follow_logs, "pull": self._pull_outputs}[name]
+        self._launched[name] = time.monotonic()
 
         def body() -> None:
             try:
@@ -420,11 +476,20 @@ class Orchestrator:
                     outcome: Any = work(session)
             except GpurunError as error:
                 outcome = error
-            except OSError as error:
-                outcome = TransferError(f"{error.strerror or error} ({error.filename})")
+            except Exception as error:        # whatever it was, the main thread waits for a word
+                outcome = TransferError(_described(error))
             self._inbox.put((f"{name}_ended", started_in, outcome))
 
         threading.Thread(target=body, name=name, daemon=True).start()
+
+    def _again(self, name: str, error: LinkError) -> None:
+        """A transfer broke and the session didn't: a reader of our stdout paused for long, or this is how a breaking link begins."""
+        if self._session is None:
+            return
+        if time.monotonic() - self._launched[name] > AGAIN_S:
+            self._launch(name)
+        else:
+            self._broken(error)
 
     def _push_tree(self, session: Session) -> Any:
         for attempt in range(PUSHES):
@@ -441,10 +506,17 @@ class Orchestrator:
         self._record.bytes["pushed"] = done
         self._screen.progress(done, total, "B", name)
 
+    def _push_ended(self, outcome: Any) -> None:
+        if isinstance(outcome, LinkError):
+            self._again("push", outcome)
+        elif isinstance(outcome, GpurunError):
+            self._give_up(str(outcome))
+
     def _follow_logs(self, session: Session) -> Any:
         return transfer.follow(session.transfer(), self._fsm.run_id, self._offsets, self._take_log)
 
     def _take_log(self, name: str, data: bytes) -> None:
+        """Keeps and shows a piece. A reader that pauses holds us up here, and through the stream the node's sending: never the job."""
         self._log_moved, self._writing = time.monotonic(), True
         path = {"run.out": self._folder.stdout, "run.err": self._folder.stderr}.get(name, self._folder.setup)
         try:
@@ -455,46 +527,40 @@ class Orchestrator:
             self._warn_once(path, f"{path} can't be written: {error.strerror}. The job goes on; its whole log is on the node, in "
                                   f"{self._record.node_dir}")
         self._offsets[name] += len(data)
-        {"run.out": self._screen.job_stdout, "run.err": self._screen.job_stderr}.get(name, self._screen.setup_output)(data)
-        self._writing = False
+        if self._echo:
+            {"run.out": self._screen.job_stdout, "run.err": self._screen.job_stderr}.get(name, self._screen.setup_output)(data)
+        self._log_moved, self._writing = time.monotonic(), False
+
+    def _follow_ended(self, outcome: Any) -> None:
+        if isinstance(outcome, LinkError):
+            self._again("follow", outcome)
+            return
+        if isinstance(outcome, GpurunError):
+            self._warn_once("follow", f"the logs can't be followed: {outcome}")
+        self._followed = True
 
     def _pull_outputs(self, session: Session) -> Any:
         return transfer.pull(session.transfer(), self._fsm.run_id, list(self._job.outputs), self._folder.outputs, self._pull_progress)
 
     def _pull_progress(self, done: int, total: int, name: str) -> None:
         self._record.bytes["pulled"] = done
-        if self._fsm.phase == "collect":
+        if self._shown == "collect":
             self._screen.progress(done, total, "B", name)
 
-    def _push_ended(self, outcome: Any) -> None:
-        if isinstance(outcome, GpurunError) and not isinstance(outcome, LinkError):
-            self._step(NodeFault(self._fsm.run_id, reason=str(outcome)))
-            self._tell_stop()
-
-    def _follow_ended(self, outcome: Any) -> None:
-        if not isinstance(outcome, GpurunError):
-            self._followed = True
-        elif not isinstance(outcome, LinkError):
-            self._warn_once("follow", f"the logs can't be followed: {outcome}")
-            self._followed = True
-
     def _pull_ended(self, outcome: Any) -> None:
-        if isinstance(outcome, transfer.Pulled):
-            self._pulled = True
-            for path, why in outcome.refused:
-                self._screen.warn(f"the output '{manifest.quote_name(path)}' was not collected: {why}")
-        elif not isinstance(outcome, LinkError):
+        if isinstance(outcome, LinkError):
+            self._again("pull", outcome)
+        elif isinstance(outcome, GpurunError):
             self._collect_error = str(outcome)
             if self._fsm.phase == "collect":
                 self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
-
-    def _tell_stop(self) -> None:
-        """After a fault of our own the node shouldn't wait for the rest."""
-        if self._session is not None:
-            try:
-                self._session.say(StopJob(self._fsm.run_id))
-            except LinkError:
-                pass
+        else:
+            self._pulled = True
+            for path, why in outcome.refused:
+                self._refused.add(path)
+                self._warn_once(path, f"the output '{manifest.quote_name(path)}' was not collected: {why}")
+            if self._collected is not None:
+                self._observe(self._collected)
 
     # ---- the link ------------------------------------------------------------------------------------------------------------
 
@@ -503,31 +569,32 @@ class Orchestrator:
         if self._attempt >= 0:
             if now - self._heard > self._cluster.lost_after_s and self._fsm.state not in TERMINAL:
                 self._step(NodeLost(self._fsm.run_id, f"nothing from {self._nodes[0].name} for {now - self._heard:.0f} s, on any way"))
-            return
-        if self._session is not None:
+        elif self._session is not None:
             if now - self._heard > SILENT_S:
                 self._broken(LinkError(f"nothing heard for {SILENT_S:g} s"))
             elif now - self._pinged > PING_S:
                 self._pinged = now
-                try:
-                    self._session.say(Ping(int(now)))
-                except LinkError:
-                    pass                      # the session's own thread reports it
+                self._say(Ping(int(now)))
 
     def _broken(self, error: GpurunError) -> None:
-        assert self._session is not None
-        self._session.close()
-        self._session, self._attempt = None, 0
-        if self._finished():
+        if isinstance(error, WireError):      # a new session would hear the same
+            self._give_up(f"the node broke the protocol: {error}")
             return
+        self._drop_session()
+        self._attempt = 0
         self._screen.warn(f"the connection to {self._nodes[0].name} broke ({error}); the run goes on there, connecting again")
         threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
 
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
     def _reconnect(self) -> None:
-        """Tries until it works or the run has ended; the node's word over SSH counts as well as a dial."""
+        """Tries until it works or the process ends; the node's word over SSH counts as well as a dial."""
         node, link = self._nodes[0], self._link
         assert link is not None
-        while self._attempt >= 0:
+        while True:
             time.sleep(RETRY_S[min(self._attempt, len(RETRY_S) - 1)])
             try:
                 endpoint = node.cached_endpoint()
@@ -535,39 +602,47 @@ class Orchestrator:
                     endpoint = node.deploy(lambda text: None, lambda name, done, total: None)
                 self._inbox.put(("reconnected", None, dial(link, endpoint, self._inbox, 10.0)))
                 return
-            except GpurunError:
+            except (GpurunError, OSError):
                 self._attempt += 1
 
     def _reconnected(self, session: Session) -> None:
         self._session = session
         self._screen.say(f"connected to {self._nodes[0].name} again")
-        try:
-            self._hello()
-        except LinkError as error:
-            self._broken(error)
+        self._hello()
 
     # ---- the end -------------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-        for fd in self._logs.values():
-            os.close(fd)
+        self._drop_session()
+        if self._turns["follow"].acquire(blocking=False):   # else its thread may be writing: a closed number could be another file's
+            for fd in self._logs.values():
+                os.close(fd)
         self._save()
         if self._link is not None:
             self._link.close()
         self._folder.close()
 
-    def _leave(self) -> dict[str, Any]:
-        run_id = self._fsm.run_id
-        if self._fsm.state not in TERMINAL:
-            self._screen.warn(f"left; the run {run_id} may still be going on {self._nodes[0].name}. End it with: gpurun stop {run_id}")
-        return self._result()
+    def _say_what_is_left(self) -> None:
+        run_id, node = self._fsm.run_id, self._nodes[0].name
+        if self._fsm.state in TERMINAL:
+            text = f"left before the end of the logs was here; it is on {node}, in {self._record.node_dir}"
+        elif self._fsm.phase == "collect":
+            text = f"left; the job has ended ({self._fsm.reason}) and its outputs are still on {node}. Collect them with: gpurun stop {run_id}"
+        elif self._stop_wanted:
+            text = f"left; {node} was told to stop {run_id} and hasn't said yet that it did. Make sure with: gpurun stop {run_id}"
+        else:
+            text = f"left; the run {run_id} goes on, on {node}. End it with: gpurun stop {run_id}"
+        self._screen.warn(text)
 
     def _result(self) -> dict[str, Any]:
         record = self._record
-        outputs = record.outputs if self._pulled else []
         seconds = {name: record.seconds.get(name, 0.0) for name in ("push", "setup", "run", "collect", "total")}
         return {"run_id": record.run_id, "state": record.state, "exit_code": fsm.outcome(self._fsm) if record.state in TERMINAL else EXIT_STOPPED,
-                "reason": record.reason, "node": record.node.get("name", ""), "outputs_dir": self._folder.outputs, "outputs": outputs,
-                "missing": record.missing, "bytes": dict(record.bytes), "seconds": seconds, "path": record.path}
+                "reason": record.reason, "node": record.node.get("name", ""), "outputs_dir": self._folder.outputs, "outputs": record.outputs,
+                "missing": record.missing, "seconds": seconds, "bytes": dict(record.bytes)}
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    return f"{type(error).__name__}: {error}. This is a bug in gpurun"

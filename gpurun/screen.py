@@ -27,7 +27,7 @@ import threading
 import time
 import unicodedata
 from collections import deque
-from typing import Any
+from typing import Any, Callable
 
 from gpurun.files import human_bytes
 
@@ -51,6 +51,27 @@ def claim_standard_fds() -> None:
             if null != fd:
                 os.dup2(null, fd)
                 os.close(null)
+
+
+def remember_terminal() -> Callable[[], None]:
+    """A function that puts the terminal's settings back: for the case that we leave while a thread asks for a passphrase, without echo."""
+    try:
+        import termios
+        fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    except (ImportError, OSError):
+        return lambda: None
+    try:
+        before = termios.tcgetattr(fd)
+    except termios.error:
+        return lambda: None
+
+    def restore() -> None:
+        try:
+            if os.tcgetpgrp(fd) == os.getpgrp():   # from the background this would stop us
+                termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        except (OSError, termios.error):
+            pass
+    return restore
 
 
 def duration(seconds: float, whole: bool = False) -> str:

@@ -6,38 +6,90 @@ this one takes the run over, collects what there is and closes its record.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
 
-from gpurun import __version__, config
+from gpurun import __version__, config, fsm
 from gpurun.config import Cluster
 from gpurun.errors import GpurunError, LinkError, RecordError
 from gpurun.link import Link
-from gpurun.messages import Hello, JobExited, NodeFault, Refused, SetupCompleted, StopJob
+from gpurun.messages import TERMINAL, Busy, Hello, JobExited, NodeFault, Refused, SetupCompleted, StopJob
 from gpurun.provider import Node
-from gpurun.records import Record, RunFolder
+from gpurun.records import Record, RunFolder, utc_now
 from gpurun.screen import Screen
 from gpurun.session import reach
 
 STOP_S = 60.0                 # TERM, the grace period, KILL, and a slow link
+CLOSE_S = 15.0                # for the gpurun that drives the run to close its record after that
 
 
-def stop_run(folder: RunFolder, record: Record, cluster: Cluster, nodes: Sequence[Node], link: Callable[[], Link], screen: Screen,
-             operator: str) -> dict[str, Any]:
-    """The run's result once nothing of it runs any more. Raises GpurunError when the node can't be reached or doesn't do it."""
-    if folder.try_lock():
+def stop_run(folder: RunFolder, nodes_of: Callable[[Record], tuple[Cluster, Sequence[Node], Callable[[], Link]]], screen: Screen,
+             operator: str) -> Record:
+    """The run's record once nothing of it runs any more. Raises GpurunError when the node can't be reached or doesn't do it.
+
+    `nodes_of` finds the node that the record names, and makes the link to it.
+    """
+    folder.load()                             # or an error: a folder that isn't a run's is left as it is
+    ours = folder.try_lock()
+    record = folder.load()                    # after the lock: whoever drove it until now has written its last word
+    if record.state in TERMINAL:
+        screen.say(f"{record.run_id} has ended already: {record.state}, {record.reason or f'exit code {record.exit_code}'}")
+    elif not record.node.get("name"):
+        _not_begun(folder, record, ours, screen)
+    elif ours:
         from gpurun.orchestrator import Orchestrator
-        job = config.Job(path=folder.path, folder=folder.path, name=record.job["name"], run=record.job["run"], setup=record.job["setup"],
-                         outputs=tuple(record.job["outputs"]))
-        return Orchestrator(job, cluster, nodes, link, folder, record, screen, operator=operator).stop()
-    screen.say(f"telling {record.node.get('name')} to stop {record.run_id}; the gpurun that drives it collects what there is")
-    ended = _tell(record, nodes[0], link(), screen, operator)
-    return {"run_id": record.run_id, "state": "FAILED", "exit_code": getattr(ended, "code", None), "reason": "stopped by the operator"}
+        cluster, nodes, link = nodes_of(record)
+        job = config.Job(path=folder.path, folder=folder.path, name=record.job.get("name", ""), run=record.job.get("run", ""),
+                         setup=record.job.get("setup", ""), outputs=tuple(record.job.get("outputs", ())))
+        Orchestrator(job, cluster, nodes, link, folder, record, screen, operator=operator).stop()
+    else:
+        screen.say(f"telling {record.node['name']} to stop {record.run_id}; the gpurun that drives it collects what there is")
+        _, nodes, link = nodes_of(record)
+        if not _tell(record, nodes[0], link(), screen, operator):
+            _end_driver(folder, screen)
+        record = _closed(folder, screen) or record
+    return record
 
 
-def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str) -> Any:
-    """The event with which the node says that the run is over."""
+def _not_begun(folder: RunFolder, record: Record, ours: bool, screen: Screen) -> None:
+    """No node has the run. Its gpurun is told, if there is one; else the record is all that there is to close."""
+    if not ours:
+        _end_driver(folder, screen)
+        return
+    record.state, record.reason = "FAILED", fsm.BY_OPERATOR + " before anything was begun"
+    record.times["ended"] = utc_now()
+    folder.save(record)
+    folder.append_event({"event": "OperatorStop", "from": "PENDING", "from_phase": "", "to": "FAILED", "to_phase": "", "command": []})
+    screen.say(f"{record.run_id} was never given to a node: nothing of it runs")
+
+
+def _end_driver(folder: RunFolder, screen: Screen) -> None:
+    """What Ctrl-C in its terminal would do."""
+    pid = folder.driver()
+    if pid:
+        screen.say(f"the node doesn't have it yet: the gpurun that waits with it (process {pid}) is told to stop")
+        os.kill(pid, signal.SIGTERM)
+
+
+def _closed(folder: RunFolder, screen: Screen) -> Record | None:
+    """The record once the gpurun that drives the run has closed it."""
+    deadline = time.monotonic() + CLOSE_S
+    while time.monotonic() < deadline:
+        record = folder.load()
+        if record.state in TERMINAL:
+            return record
+        if folder.driver() is None:
+            break
+        screen.live_tick()
+        time.sleep(0.05)
+    return None                               # it still collects
+
+
+def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str) -> bool:
+    """Waits until the node says that nothing of the run is left. False: it doesn't know the run."""
     inbox: "SimpleQueue[Any]" = SimpleQueue()
     session = reach(link, node, inbox, screen.say, lambda name, done, total: None)
     session.begin(Hello(version=__version__, operator=operator, run_id=record.run_id), StopJob(record.run_id))
@@ -52,10 +104,13 @@ def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str)
                 continue
             if kind == "broken":
                 raise LinkError(f"the connection to {node.name} broke before the run had ended ({item}); run gpurun stop again")
-            if isinstance(item, Refused):
-                raise RecordError(f"{node.name} refused: {item.reason}")
+            if isinstance(item, Refused) and item.of == "Hello":
+                return False
+            if isinstance(item, (Refused, Busy)):
+                raise RecordError(f"{node.name} refused: {getattr(item, 'reason', 'it is busy')}")
             if isinstance(item, (JobExited, NodeFault)) or isinstance(item, SetupCompleted) and (item.code or item.stopped):
-                return item
+                return True
     finally:
+        screen.phase("")
         session.close()
     raise GpurunError(f"{record.run_id} on {node.name} didn't end within {STOP_S:g} s of the stop; look at its processes there")
