@@ -81,7 +81,8 @@ class Make:
 
     def __call__(self, *args: str) -> "subprocess.CompletedProcess[str]":
         argv = ["make", f"GPURUN={shlex.quote(sys.executable)} -m gpurun", *args]
-        return subprocess.run(argv, cwd=self.folder, env=self.here.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        return subprocess.run(argv, cwd=self.folder, env=self.here.env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=120)
 
     def count(self) -> int:
         return len(list(self.runs.glob("report-*")))
@@ -225,7 +226,8 @@ def test_the_github_steps_run_as_they_stand(ci):
 def test_the_gitlab_lines_run_as_they_stand(ci):
     (ci.folder / "key").write_text("-----KEY-----\n")
     (ci.folder / "hosts").write_text("gpu1 ssh-ed25519 AAAA\n")
-    done = ci("\n".join(gitlab_lines("before_script")[2:]), GPURUN_SSH_KEY=str(ci.folder / "key"), GPURUN_KNOWN_HOSTS=str(ci.folder / "hosts"))
+    lines = "\n".join(gitlab_lines("before_script")[2:])
+    done = ci(lines, GPURUN_SSH_KEY=str(ci.folder / "key"), GPURUN_KNOWN_HOSTS=str(ci.folder / "hosts"))
     assert done.returncode == 0, done.stderr
     for name in ("id_ed25519", "known_hosts"):
         assert (ci.here.home / ".ssh" / name).stat().st_mode & 0o777 == 0o600
