@@ -61,8 +61,13 @@ class Supervisors:
         return process
 
     def _launch(self) -> subprocess.Popen:
-        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                start_new_session=True, close_fds=True)
+        # It inherits what this thread blocks: a stop may come before it has read its own first line.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, supervise.BLOCKED)
+        try:
+            return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                    start_new_session=True, close_fds=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close(self) -> None:
         with self._lock:
@@ -86,7 +91,7 @@ class NodeRun:
         self.changed = threading.Condition()
         self.events: List[Any] = []
         self.listeners: List[Callable[[], None]] = []
-        self.touched = time.monotonic()        # when an operator last said something: a run that never starts is given up
+        self._touched = time.monotonic()
         self._store, self._state = store, state
         self._supervisors, self._environment, self._ended = supervisors, environment, ended
         self._tree: Optional[str] = None
@@ -104,11 +109,12 @@ class NodeRun:
                  "asked_outputs": False, "supervised": None}
         try:
             make_private_dir(folder)
-            run = cls(store, folder, state, **parts)
-            run._save()
         except OSError as error:
             raise TransferError(f"the run's folder {folder} could not be made on the node: {error.strerror} "
                                 f"({exact_bytes(free_bytes(store.root))} free)") from None
+        run = cls(store, folder, state, **parts)
+        if not run._save():
+            raise TransferError(f"nothing can be written in {folder} on the node ({exact_bytes(free_bytes(store.root))} free): make room there")
         return run
 
     @classmethod
@@ -136,7 +142,7 @@ class NodeRun:
 
     def handle(self, command: Any) -> None:
         with self.changed:
-            self.touched = time.monotonic()
+            self._touched = time.monotonic()
             {MaterializeWorkspace: self._materialize_workspace, RunSetup: self._run_setup, RunJob: self._run_job,
              CollectOutputs: self._collect_outputs, StopJob: self._stop_job}[type(command)](command)
             self.changed.notify_all()
@@ -202,6 +208,11 @@ class NodeRun:
         return float(self._state["created"])
 
     @property
+    def touched(self) -> float:
+        """When an operator was last there. A run that never starts is given up some time after that."""
+        return time.monotonic() if self.listeners else self._touched
+
+    @property
     def has_process(self) -> bool:
         return self._state["supervised"] is not None
 
@@ -217,7 +228,7 @@ class NodeRun:
 
     def tree_arrived(self, _tree: str) -> None:
         with self.changed:
-            self.touched = time.monotonic()
+            self._touched = time.monotonic()
             self.changed.notify_all()
 
     # ---- the run's own thread ----------------------------------------------------------------------------------------------
@@ -239,6 +250,8 @@ class NodeRun:
             fault = str(error)
         except OSError as error:
             fault = f"{error.strerror or error} ({error.filename}; {exact_bytes(free_bytes(self._store.root))} free in {self._store.root})"
+        except Exception as error:             # else the node would be busy for ever
+            fault = f"{type(error).__name__}: {error}. This is a bug in gpurun"
         with self.changed:
             if fault:
                 self._emit(NodeFault, reason=fault)
@@ -316,7 +329,11 @@ class NodeRun:
                 except OSError as error:
                     raise GpurunError(f"the node could not start a process for the {phase}: {error.strerror}") from None
                 self._state["supervised"] = {"phase": phase, "pid": process.pid, "start": supervise.start_time(process.pid)}
-                self._save()
+                if not self._save():           # an agent after this one would start it a second time
+                    supervise.send(process.pid, signal.SIGTERM)
+                    process.wait()
+                    raise GpurunError(f"the {phase} was ended again: that it runs couldn't be written in {self.folder} "
+                                      f"({exact_bytes(free_bytes(self._store.root))} free)")
                 self.changed.notify_all()
         supervised = self._state["supervised"]
         if process is not None:
@@ -351,14 +368,18 @@ class NodeRun:
     # ---- on disk -------------------------------------------------------------------------------------------------------------
 
     def _emit(self, cls: type, **fields: Any) -> None:
-        """Writes an event to the node's disk, then shows it. Called under the lock."""
+        """Writes an event to the node's disk, then shows it. Called under the lock. A disk that is full keeps nobody from hearing how
+        the job ended: only after a restart of the agent it would be told again, from the exit record."""
         event = cls(run_id=self.run_id, seq=len(self.events) + 1, **fields)
-        fd = os.open(os.path.join(self.folder, "events.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            append_line(fd, wire.encode(event))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            fd = os.open(os.path.join(self.folder, "events.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                append_line(fd, wire.encode(event))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError:
+            pass
         self.events.append(event)
         self.changed.notify_all()
         self._tell()
@@ -367,8 +388,13 @@ class NodeRun:
         for listener in list(self.listeners):
             listener()
 
-    def _save(self) -> None:
-        atomic_write(os.path.join(self.folder, "state.json"), json.dumps(self._state).encode("ascii"))
+    def _save(self) -> bool:
+        """Whether the disk took it. Where it didn't, an agent after this one knows an earlier state and asks the processes again."""
+        try:
+            atomic_write(os.path.join(self.folder, "state.json"), json.dumps(self._state).encode("ascii"))
+        except OSError:
+            return False
+        return True
 
 
 def supervisor_command() -> List[str]:

@@ -404,7 +404,8 @@ class Orchestrator:
         if self._fsm.state in TERMINAL and before.state not in TERMINAL:
             self._ended = time.monotonic()
             self._record.times["ended"] = utc_now()
-            self._record.seconds["total"] = round(self._ended - self._began, 3)
+            if not self._taking_over:         # whose own time says nothing about the run's
+                self._record.seconds["total"] = round(self._ended - self._began, 3)
         self._save()
         if self._fsm is not before or commands:
             self._folder.append_event({"event": type(event).__name__, "from": before.state, "from_phase": before.phase, "to": self._fsm.state,

@@ -36,7 +36,7 @@ def stop_run(folder: RunFolder, nodes_of: Callable[[Record], tuple[Cluster, Sequ
     ours = folder.try_lock()
     record = folder.load()                    # after the lock: whoever drove it until now has written its last word
     if record.state in TERMINAL:
-        screen.say(f"{record.run_id} has ended already: {record.state}, {record.reason or f'exit code {record.exit_code}'}")
+        screen.say(f"{record.run_id} had ended already")
     elif not record.node.get("name"):
         _not_begun(folder, record, ours, screen)
     elif ours:

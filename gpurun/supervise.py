@@ -10,6 +10,7 @@ that nobody knows how the command ended.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -24,10 +25,12 @@ LEFTOVER_GRACE_S = 2.0        # the same for processes that outlive the command
 KILL_S = 10.0                 # a process that survives KILL for so long hangs in the kernel: say so and go on
 PR_SET_CHILD_SUBREAPER = 36   # linux/prctl.h
 NO_SUCH_COMMAND = 127
+BLOCKED = {signal.SIGTERM, signal.SIGCHLD}   # taken by sigwait; blocked by who starts us, so that none comes before we are there
+RECORD_BYTES = 4096           # set aside for the exit record at the start: a job that fills the disk mustn't cost its own exit code
 
 
 def main() -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})   # before the agent can know this process
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
@@ -36,9 +39,45 @@ def main() -> int:
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
     spec = json.loads(line.decode("utf-8"))
-    record = _supervise(spec)
-    atomic_write(os.path.join(spec["folder"], spec["phase"] + ".exit"), json.dumps(record).encode("ascii"))
+    path = os.path.join(spec["folder"], spec["phase"] + ".exit")
+    try:
+        _set_aside(path + ".next")
+        record = _supervise(spec)
+    except OSError as error:
+        record = {"fault": f"the command could not be started: {error.strerror or error}{_advice(error)}"}
+    _write_record(path, json.dumps(record).encode("ascii"))
     return 0
+
+
+def _set_aside(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, RECORD_BYTES)
+    except OSError:
+        pass                  # a file system that can't: then the record takes its chances
+    finally:
+        os.close(fd)
+
+
+def _write_record(path: str, data: bytes) -> None:
+    """Atomic, in the place that was set aside; anew where there is none."""
+    try:
+        fd = os.open(path + ".next", os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        atomic_write(path, data)
+        return
+    os.pwrite(fd, data, 0)
+    os.ftruncate(fd, len(data))
+    os.fsync(fd)
+    os.close(fd)
+    os.replace(path + ".next", path)
+
+
+def _advice(error: OSError) -> str:
+    """What to do about the reasons that aren't plain."""
+    return {errno.E2BIG: ". A command of bash -c has at most 128 KiB: put a long script into a file of the workspace",
+            errno.ENOENT: ". The node needs bash"}.get(error.errno or 0, "")
 
 
 def _supervise(spec: Dict[str, Any]) -> Dict[str, Any]:
@@ -47,15 +86,14 @@ def _supervise(spec: Dict[str, Any]) -> Dict[str, Any]:
     oom_before, started = _oom_kills(), time.monotonic()
     status: Optional[int] = None
     stopped = False
-    try:
-        child = _start(spec, out, err)
-    except OSError as error:
-        return {"fault": f"the command could not be started: {error.strerror or error}"}
+    child = _start(spec, out, err)
     while status is None:
-        number = signal.sigwait({signal.SIGCHLD, signal.SIGTERM})
+        number = signal.sigwait(BLOCKED)
         if number == signal.SIGTERM and not stopped:
             stopped = True
             status = _end(descendants(os.getpid()), _grace(spec["folder"]), child)
+            if status is None:                # hangs in the kernel and will die when that lets it: nobody can wait for this
+                status = int(signal.SIGKILL)
         else:
             status = _reap(child)
     seconds = time.monotonic() - started
@@ -134,7 +172,8 @@ def _end(pids: Set[int], grace_s: float, child: int = 0) -> Optional[int]:
             if not pids or time.monotonic() >= deadline:
                 break
             time.sleep(0.01)
-    return status
+    ended = _reap(child)      # one that has just died isn't among the living any more
+    return ended if ended is not None else status
 
 
 def _grace(folder: str) -> float:
