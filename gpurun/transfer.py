@@ -88,6 +88,17 @@ class Channel:
         self.stream = stream
         self.reader = reader or Reader(stream)
         self.writer = Writer(stream, IO_S)
+        self._finished = False
+
+    def finish(self) -> None:
+        """The regular end of what this side says."""
+        self.stream.finish(IO_S)
+        self._finished = True
+
+    def leave(self) -> None:
+        """The operator is done: unless that was the regular end, the node shouldn't wait for more."""
+        if not self._finished:
+            self.stream.abort()
 
     def put(self, fields: Dict[str, Any]) -> None:
         self.writer.frame(b"J", json.dumps(fields, separators=(",", ":")).encode("ascii"))
@@ -196,6 +207,8 @@ def push(stream: Any, root: str, entries: Sequence[Entry], encoded: bytes, progr
         return _push(channel, root, entries, encoded, progress)
     except LinkError as broken:
         raise channel.reason(broken) from None
+    finally:
+        channel.leave()
 
 
 def _push(channel: Channel, root: str, entries: Sequence[Entry], encoded: bytes, progress: Progress) -> Pushed:
@@ -210,7 +223,7 @@ def _push(channel: Channel, root: str, entries: Sequence[Entry], encoded: bytes,
         channel.writer.flush()
         answer = channel.answer()
     if answer.get("have") == "tree":
-        channel.stream.finish(IO_S)
+        channel.finish()
         return Pushed(0, 0)
     lacking, size = _count(answer, "contents"), _count(answer, "bytes")
     begun = answer.get("begun", {})
@@ -234,7 +247,7 @@ def _push(channel: Channel, root: str, entries: Sequence[Entry], encoded: bytes,
     channel.writer.frame(b"Z")
     channel.writer.flush()
     answer = channel.answer()
-    channel.stream.finish(IO_S)
+    channel.finish()
     if changed:
         raise ChangedError(changed)
     if _count(answer, "stored") != files:
@@ -493,10 +506,9 @@ def pull(stream: Any, run_id: str, declared: Sequence[str], target: str, progres
     last, nothing leaves `target`. What an earlier try brought, of a large file too, is not sent again. Raises TransferError (a full
     disk here; the outputs are still on the node then), UnsafeNameError, LinkError.
     """
-    landing = _Landing(target, progress)
+    channel, landing = Channel(stream), _Landing(target, progress)
     try:
         try:
-            channel = Channel(stream)
             channel.put({"type": "Pull", "run_id": run_id, "outputs": list(declared), "begun": landing.begun()})
             channel.send_packed(b"L", manifest.encode_parts(landing.look()))
             channel.writer.flush()
@@ -510,9 +522,10 @@ def pull(stream: Any, run_id: str, declared: Sequence[str], target: str, progres
         except OSError as error:
             raise landing.failed(error) from None
         channel.say(collected=files, bytes=landing.total)
-        channel.stream.finish(IO_S)
+        channel.finish()
         return Pulled(files, landing.total, missing, [(str(path), str(why)) for path, why in refused] + landing.refused)
     finally:
+        channel.leave()
         landing.close()
 
 
@@ -785,7 +798,7 @@ def serve_follow(channel: Channel, header: Dict[str, Any], folder: str, over: Ca
             os.close(fd)
     channel.writer.frame(b"Z", json.dumps(at).encode("ascii"))
     channel.writer.flush()
-    channel.stream.finish(IO_S)
+    channel.finish()
 
 
 def _send_growth(writer: Writer, folder: str, name: str, at: Dict[str, int], files: Dict[str, int]) -> bool:
@@ -805,15 +818,19 @@ def _send_growth(writer: Writer, folder: str, name: str, at: Dict[str, int], fil
 def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[str, bytes], None]) -> Dict[str, int]:
     """Operator: `take(log, bytes)` for every piece from `offsets` on, until the node says that nothing more comes; the final sizes."""
     channel = Channel(stream)
-    channel.say(type="Follow", run_id=run_id, offsets=offsets)
-    while True:
-        kind, payload = channel.frame()
-        if kind == b"Z":
-            sizes = decode_object(payload)
-            return {name: _count(sizes, name) for name in offsets}
-        if kind not in _LOG_OF:
-            raise WireError(f"a frame {kind!r} in a log")
-        take(_LOG_OF[kind], payload)
+    try:
+        channel.say(type="Follow", run_id=run_id, offsets=offsets)
+        while True:
+            kind, payload = channel.frame()
+            if kind == b"Z":
+                sizes = decode_object(payload)
+                channel.finish()
+                return {name: _count(sizes, name) for name in offsets}
+            if kind not in _LOG_OF:
+                raise WireError(f"a frame {kind!r} in a log")
+            take(_LOG_OF[kind], payload)
+    finally:
+        channel.leave()
 
 
 def read_request(channel: Channel, timeout_s: float) -> Dict[str, Any]:
@@ -828,4 +845,4 @@ def report(channel: Channel, error: GpurunError) -> None:
     """Node: tells the operator why the request ends."""
     channel.writer.frame(b"!", str(error).encode("utf-8", "replace")[:4096])
     channel.writer.flush()
-    channel.stream.finish(IO_S)
+    channel.finish()
