@@ -40,8 +40,10 @@ def test_the_hello_example(here):
     assert (here.latest / "stdout.log").read_bytes() == done.stdout
     assert time.monotonic() - began < 30        # two seconds, on a machine with nothing else to do
     again = here.result(job)
+    assert set(again) == {"type", "run_id", "state", "exit_code", "reason", "node", "outputs_dir", "outputs", "missing", "seconds"}
+    assert set(again["seconds"]) == {"push", "setup", "run", "collect", "total"}
     assert again["state"] == "COMPLETED" and again["outputs"] == ["sorted.txt"] and again["missing"] == []
-    assert again["bytes"]["pushed"] == 0        # nothing changed since
+    assert here.record()["bytes"]["pushed"] == 0   # nothing changed since
 
 
 def packages_can_be_had(env: dict[str, str], requirement: str) -> str:
