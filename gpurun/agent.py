@@ -90,8 +90,6 @@ class Agent:
         if run is not None or self._sessions:
             self._used_at = now
         if run is not None:
-            if run.listeners:
-                run.touched = now            # its operator is there: a push may take hours
             if not run.has_process and now - run.touched > NEVER_STARTED_S:
                 run.give_up(f"the operator was silent for {NEVER_STARTED_S:g} s before the job could start")
             self._sample(run)
@@ -318,7 +316,7 @@ class Session:
         except WireError as error:
             self.say(Refused(reason=str(error)))
         except LinkError:
-            pass                             # the operator is gone; its run isn't
+            self._stream.abort()             # the operator is gone; its run isn't
         except GpurunError as error:
             self.say(Refused(reason=str(error)))
         except OSError as error:

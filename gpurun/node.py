@@ -61,7 +61,7 @@ def _start(options: argparse.Namespace) -> int:
     try:
         make_private_dir(folder)
         # One `start` at a time: the second finds the first one's agent, and no entry of `authorized` is lost between them.
-        if not _lock(os.path.join(folder, "start.lock"), START_S + 2 * REPLACE_S):
+        if not _lock(os.path.join(folder, "start.lock"), START_S):
             return _fail(EXIT_NOT_UP, f"another start of the agent in {folder} hasn't ended yet; try again, or look for its process there")
         if options.authorize:
             _authorize(os.path.join(folder, "authorized"), options.authorize)
@@ -306,8 +306,7 @@ class LoginEnvironment:
             try:
                 self._shell.wait(timeout=LOGIN_S)
             except subprocess.TimeoutExpired:
-                os.killpg(self._shell.pid, signal.SIGKILL)
-                self._shell.wait()
+                _end_group(self._shell)
         self._printed.seek(0)
         _, mark, printed = self._printed.read().rpartition(self.MARK)
         self._printed.close()
@@ -315,6 +314,20 @@ class LoginEnvironment:
         for name in ("SHLVL", "_", "PWD", "OLDPWD", "TERM"):
             found.pop(name, None)
         return _with_container(found)
+
+
+def _end_group(shell: subprocess.Popen) -> None:
+    """TERM first: a start file may hold a lock (pyenv's rehash does) that only it can take away."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(shell.pid, number)
+            shell.wait(timeout=2.0)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+        except ProcessLookupError:
+            shell.wait()
+            return
 
 
 def _variables(printed: bytes) -> Dict[str, str]:

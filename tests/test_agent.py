@@ -1,0 +1,786 @@
+"""The agent as a real process on loopback: hostile peers, several operators, kills, replacements, every way its start can fail.
+
+What is asserted all over: the running job and its operator notice nothing of what others do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Iterator
+
+import pytest
+from conftest import Here, end_agents, eventually
+
+from gpurun import bootstrap, supervise, transfer, wire
+from gpurun.agentfile import agent_file
+from gpurun.errors import LinkError, LinkTimeoutError, RefusedError, TransferError
+from gpurun.link import Connection, Link, Stream, load_key, public_id
+from gpurun.messages import (
+    NODE_SAYS, Busy, CollectOutputs, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeReady, Ping, Pong, Refused, RunJob, RunSetup,
+    SetupCompleted, StopJob,
+)
+
+WAIT_S = 20.0
+PACKAGE = Path(bootstrap.__file__).parent
+PYTHONS = list(dict.fromkeys(path for path in os.environ.get("GPURUN_TEST_PYTHONS", "").split(":") if path)) or [sys.executable]
+COUNT = 'i=0; while [ ! -e "$GPURUN_OUTPUTS/enough" ]; do i=$((i+1)); echo "line $i"; sleep 0.02; done; exit 7'
+
+
+# ---- an operator that speaks the protocol by hand --------------------------------------------------------------------------------
+
+class Talk:
+    """A control session, message by message."""
+
+    def __init__(self, operator: "Operator", known: dict[str, Any], *first: Any) -> None:
+        self.connection = operator.dial(known, wire.CONTROL_ALPN)
+        self.stream = self.connection.open(WAIT_S)
+        self.reader = wire.Reader(self.stream)
+        self.say(*first)
+
+    def say(self, *messages: Any) -> None:
+        if messages:
+            self.stream.write(b"".join(map(wire.encode, messages)), WAIT_S)
+
+    def hear(self, *kinds: type) -> Any:
+        """The next message of one of these classes; None when the node ends the session before."""
+        while True:
+            line = self.reader.line(WAIT_S)
+            if not line:
+                return None
+            message = wire.decode(line, NODE_SAYS)
+            if not kinds or isinstance(message, kinds):
+                return message
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Operator:
+    def __init__(self, key: bytes | None = None) -> None:
+        self.key = key or os.urandom(32)
+        self.id = public_id(self.key)
+        self.link = Link(self.key, "127.0.0.1:0")
+
+    def dial(self, known: dict[str, Any], alpn: bytes) -> Connection:
+        return self.link.dial(known["id"], [f"127.0.0.1:{known['port']}"], alpn, WAIT_S)
+
+    def talk(self, known: dict[str, Any], *first: Any) -> Talk:
+        return Talk(self, known, *first)
+
+    def run(self, known: dict[str, Any], run_id: str, command: str, env: dict[str, str] | None = None) -> Any:
+        """One whole run without workspace and outputs; the event that ended it."""
+        talk = self.talk(known, Hello(run_id=run_id, job="job", claim=True), RunJob(run_id, command, env or {}))
+        ended = talk.hear(JobExited, NodeFault, Refused, Busy)
+        talk.close()
+        return ended
+
+    def logs(self, known: dict[str, Any], run_id: str) -> bytes:
+        connection, out = self.dial(known, wire.TRANSFER_ALPN), []
+        transfer.follow(connection.open(WAIT_S), run_id, {"run.out": 0}, lambda name, data: out.append(data))
+        connection.close()
+        return b"".join(out)
+
+
+class NodeDir:
+    """A node folder and `start` in it, as bootstrap calls it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, operator_id: str, python: str = sys.executable, package: Path | None = None, lib: str | None = None,
+              bind: str = "127.0.0.1:0", idle_exit_s: float = 3600, **options: Any) -> tuple[int, dict[str, Any]]:
+        """(exit code, what it said) of `start`."""
+        process = self.starting(operator_id, python, package, lib, bind, idle_exit_s, **options)
+        out, err = process.communicate(timeout=60)
+        words = re.findall(rb"^GPURUN-(ENDPOINT|FAILED) (\{.*\})$", out, re.M)
+        assert len(words) == 1, (out, err)
+        assert (words[0][0] == b"ENDPOINT") == (process.returncode == 0) and b"Traceback" not in err, err
+        return process.returncode, json.loads(words[0][1])
+
+    def starting(self, operator_id: str, python: str = sys.executable, package: Path | None = None, lib: str | None = None,
+                 bind: str = "127.0.0.1:0", idle_exit_s: float = 3600, **options: Any) -> "subprocess.Popen[bytes]":
+        agent = agent_file(str(package or PACKAGE))
+        there = self.folder / "agent" / agent.name
+        with contextlib.suppress(OSError):
+            there.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            shutil.copy(agent.path, there)
+        file = there if there.exists() else agent.path
+        argv = [python, *([] if python.endswith("python2.7") else ["-I"]), str(file), "start", "--node-dir", str(self.folder), "--authorize",
+                operator_id, "--bind", bind, "--lib", str(bootstrap.iroh_folder().parent) if lib is None else lib, "--relay", "disabled",
+                "--idle-exit-s", str(idle_exit_s)]
+        home = self.folder.parent / "home"                  # the start files of whoever runs the tests are his business
+        with contextlib.suppress(OSError):
+            home.mkdir(exist_ok=True)
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                env=dict(os.environ, HOME=str(home)), **options)
+
+    def up(self, operator: Operator, **options: Any) -> dict[str, Any]:
+        code, said = self.start(operator.id, **options)
+        assert code == 0, said
+        return said
+
+    def authorize(self, operator_id: str) -> None:
+        with open(self.folder / "agent" / "authorized", "a") as stream:
+            stream.write(operator_id + "\n")
+
+    def log(self) -> str:
+        return (self.folder / "agent" / "log").read_text()
+
+    def state(self, run_id: str) -> dict[str, Any]:
+        return json.loads((self.folder / "runs" / run_id / "state.json").read_text())
+
+    def end(self, known: dict[str, Any]) -> None:
+        """kill -9."""
+        os.kill(known["pid"], signal.SIGKILL)
+        eventually(lambda: gone(known))
+
+
+def gone(known: dict[str, Any]) -> bool:
+    return supervise.start_time(known["pid"]) != known["start"]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPURUN_CONFIG", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeDir]:
+    yield NodeDir(tmp_path / "node")
+    end_agents(tmp_path)
+
+
+@pytest.fixture
+def operator() -> Iterator[Operator]:
+    one = Operator()
+    yield one
+    one.link.close()
+
+
+def changed_package(tmp_path: Path, **replace: list[tuple[str, str]]) -> Path:
+    """A copy of the sources with changes (module=[(pattern, new text)]): an agent of another version."""
+    copy = tmp_path / f"package{len(list(tmp_path.glob('package*')))}"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "errors.py").write_text((copy / "errors.py").read_text() + f"\n# {copy.name}\n")
+    for module, changes in replace.items():
+        for old, new in changes:
+            text, count = re.subn(old, new, (copy / f"{module}.py").read_text(), flags=re.M)
+            assert count, f"{old} isn't in {module}.py"
+            (copy / f"{module}.py").write_text(text)
+    return copy
+
+
+# ---- attacks while a job runs and its operator watches ---------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def followed_job(here: Here, name: str) -> Iterator[None]:
+    """A real `gpurun` whose job counts until the block is over; then every line and the exit code must have come."""
+    process = here.start(here.job(COUNT, name=name, folder=here.work / name), "--runs-dir", here.work / name / "runs")
+    collected: "queue.SimpleQueue[Any]" = queue.SimpleQueue()
+    threading.Thread(target=lambda: collected.put(process.communicate(timeout=100)), daemon=True).start()
+    runs = here.work / name / "runs"
+    log = eventually(lambda: next(iter(runs.glob(f"{name}-*/stdout.log")), None))
+    eventually(lambda: log.read_bytes().count(b"\n") > 3)
+    before = log.read_bytes().count(b"\n")
+    try:
+        yield
+        eventually(lambda: log.read_bytes().count(b"\n") > before)
+        assert process.poll() is None
+    finally:
+        (here.node_dir / "runs" / log.parent.name / "work" / "enough").touch()
+        out, err = collected.get(timeout=60)
+    numbers = [int(line.split()[1]) for line in out.decode().splitlines()]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 3
+    assert (log.read_bytes(), process.returncode) == (out, 7)
+    said = err.decode()
+    assert not re.search("broke|again|warn|refused", said), said
+
+
+@pytest.fixture(scope="module")
+def attackers(warm: Here) -> Iterator[dict[str, Any]]:
+    """The warm agent, the key of its operator, a second authorized operator, a stranger."""
+    assert warm.gpurun(warm.job("true", name="first")).returncode == 0
+    known = warm.agent()
+    first, second, stranger = Operator(load_key(str(warm.home / ".config/gpurun/key"))), Operator(), Operator()
+    NodeDir(warm.node_dir).authorize(second.id)
+    yield {"known": known, "own": first, "second": second, "stranger": stranger}
+    for one in (first, second, stranger):
+        one.link.close()
+
+
+def control(operator: Operator, known: dict[str, Any], data: bytes) -> Stream:
+    stream = operator.dial(known, wire.CONTROL_ALPN).open(WAIT_S)
+    stream.write(data, WAIT_S)
+    return stream
+
+
+def last_word(stream: Stream) -> str:
+    """The reason of the Refused with which the node ends a session."""
+    reader, reason = wire.Reader(stream), ""
+    while True:
+        line = reader.line(WAIT_S)
+        if not line:
+            return reason
+        message = wire.decode(line, NODE_SAYS)
+        if isinstance(message, Refused):
+            reason = message.reason
+
+
+def test_a_wrong_alpn_disturbs_nobody(warm, attackers):
+    with followed_job(warm, "alpn"):
+        for operator in (attackers["own"], attackers["stranger"]):
+            with pytest.raises(LinkError):
+                operator.dial(attackers["known"], b"gpurun/control/0")
+
+
+def test_a_stranger_is_refused_and_disturbs_nobody(warm, attackers):
+    with followed_job(warm, "stranger"):
+        for alpn in (wire.CONTROL_ALPN, wire.TRANSFER_ALPN):
+            with pytest.raises(RefusedError):
+                stream = attackers["stranger"].dial(attackers["known"], alpn).open(WAIT_S)
+                stream.write(wire.encode(Hello()), WAIT_S)
+                stream.read(WAIT_S)
+
+
+@pytest.mark.parametrize("name, first, why", [
+    ("garbage", b"GET / HTTP/1.1\r\n\r\n", "not a line of JSON"), ("utf", b'{"type":"Hello","job":"\xff\xfe"}\n', "not a line of JSON"),
+    ("long", b'{"type":"Hello","job":"' + b"x" * (2 << 20) + b'"}\n', "more than 1048576 bytes"), ("blank", b"\n", "empty line"),
+    ("command", wire.encode(RunJob("r", "true")), "'RunJob' isn't taken here"), ("early", b'{"type":"Ping","number":1}\n', "'Ping' isn't taken here"),
+    ("twice", wire.encode(Hello()) * 2, "Hello is a session's first line"), ("reboot", wire.encode(Hello()) + b'{"type":"Reboot"}\n', "'Reboot'"),
+    ("faked", wire.encode(Hello()) + wire.encode(JobExited("r")), "'JobExited' isn't taken here"),
+    ("name", wire.encode(Hello(run_id="../../etc", claim=True)), "run_id must be"),
+])
+def test_a_line_that_the_protocol_does_not_allow_ends_that_session_with_the_reason_and_nothing_else(warm, attackers, name, first, why):
+    with followed_job(warm, name):
+        stream = attackers["second"].dial(attackers["known"], wire.CONTROL_ALPN).open(WAIT_S)
+        with contextlib.suppress(LinkError):   # the node may have had enough before the end of it
+            stream.write(first, WAIT_S)
+            stream.flush(WAIT_S)
+        assert why in last_word(stream)
+
+
+def frame(kind: bytes, payload: bytes) -> bytes:
+    return struct.pack(">cI", kind, len(payload)) + payload
+
+
+@pytest.mark.parametrize("name, frames, why", [
+    ("header", struct.pack(">cI", b"J", 0xFFFFFFFF), "a frame of 4294967295 bytes"), ("kind", frame(b"D", b"{}"), "begins with a J"),
+    ("json", frame(b"J", b"{]"), "not a line of JSON"), ("type", frame(b"J", b'{"type":"Rob"}'), "'Rob' isn't known"),
+    ("tree", frame(b"J", b'{"type":"Push","tree":"../x","listing":true}') + frame(b"L", b"abc"), "tree must be a SHA-256"),
+    ("packed", frame(b"J", b'{"type":"Push","tree":"%s","listing":true}' % (b"0" * 64)) + frame(b"L", b"abc"), "compressed"),
+    ("between", frame(b"J", b'{"type":"Push","tree":"%s","listing":true}' % (b"0" * 64)) + frame(b"Z", b""), "a frame b'Z' where"),
+])
+def test_a_transfer_of_garbage_ends_with_the_reason_and_nothing_else(warm, attackers, name, frames, why):
+    with followed_job(warm, name):
+        stream = attackers["second"].dial(attackers["known"], wire.TRANSFER_ALPN).open(WAIT_S)
+        stream.write(frames, WAIT_S)
+        with pytest.raises(TransferError, match=why):
+            transfer.Channel(stream).frame()
+
+
+def test_half_open_streams_and_200_connections_at_once_disturb_nobody(warm, attackers):
+    known, second = attackers["known"], attackers["second"]
+    failures: list[BaseException] = []
+
+    def knock(operator: Operator, alpn: bytes, data: bytes) -> None:
+        try:
+            stream = operator.dial(known, alpn).open(5)
+            if data:
+                stream.write(data, 5)
+                stream.read(0.2)
+        except LinkError:
+            pass
+        except BaseException as error:
+            failures.append(error)
+
+    with followed_job(warm, "crowd"):
+        half_open = [second.dial(known, alpn).open(WAIT_S) for alpn in (wire.CONTROL_ALPN, wire.TRANSFER_ALPN) for _ in range(10)]
+        for number, stream in enumerate(half_open):
+            if number % 2:
+                stream.write(b'{"type":"Hel', WAIT_S)   # half a line, and nothing more
+        crowd = [threading.Thread(target=knock, args=(attackers[who], alpn, data)) for who, alpn, data in
+                 [("stranger", wire.CONTROL_ALPN, b"x")] * 60 + [("second", wire.CONTROL_ALPN, b"")] * 60
+                 + [("second", wire.TRANSFER_ALPN, b"J\0")] * 40 + [("own", wire.CONTROL_ALPN, b"{")] * 20 + [("stranger", b"wrong", b"x")] * 20]
+        for thread in crowd:
+            thread.start()
+        for thread in crowd:
+            thread.join(60)
+        assert not failures
+        assert second.talk(known, Hello()).hear(NodeReady).facts["claim"].startswith("crowd-"), "the node takes sessions as before"
+
+
+def test_a_second_operator_can_do_nothing_with_a_run_that_is_not_his(warm, attackers):
+    known, second = attackers["known"], attackers["second"]
+    with followed_job(warm, "mine"):
+        run_id = attackers["own"].talk(known, Hello()).hear(NodeReady).facts["claim"]
+        assert run_id.startswith("mine-")
+        for hello in (Hello(run_id=run_id), Hello(run_id=run_id, claim=True), Hello(run_id=run_id, claim=True, wait=True)):
+            talk = second.talk(known, hello, StopJob(run_id), CollectOutputs(run_id, ["enough"]))
+            heard = talk.hear()
+            assert isinstance(heard, Refused) and "operator" in heard.reason
+            talk.close()
+        talk = second.talk(known, Hello(), StopJob(run_id), Ping(3))
+        assert talk.hear(Refused).reason == "this session has no claim on that run"
+        assert talk.hear(Pong) == Pong(3), "the session goes on"
+        talk.close()
+        for fields in ({"type": "Follow", "run_id": run_id, "offsets": {"run.out": 0}}, {"type": "Pull", "run_id": run_id, "outputs": ["enough"]}):
+            channel = transfer.Channel(second.dial(known, wire.TRANSFER_ALPN).open(WAIT_S))
+            channel.say(**fields)
+            with pytest.raises(TransferError, match="this node has no run"):
+                channel.frame()
+        busy = second.talk(known, Hello(run_id="his-1", claim=True), RunJob("his-1", "true")).hear(Busy)
+        assert (busy.run_id, busy.job) == (run_id, "mine") and busy.operator
+        assert [run["run_id"] for run in second.talk(known, Hello()).hear(NodeReady).facts["runs"] if run["run_id"] != "his-1"] == []
+
+
+def test_an_operator_that_asks_and_never_reads_is_let_go(warm, attackers):
+    with followed_job(warm, "flood"):
+        stream = control(attackers["second"], attackers["known"], wire.encode(Hello()))
+        with pytest.raises(LinkError) as caught:
+            for _ in range(3000):
+                stream.write(wire.encode(Ping(1)) * 2000, WAIT_S)
+        assert not isinstance(caught.value, LinkTimeoutError), "it was kept, and would be for as long as it likes"
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------------------
+
+def test_waiters_get_the_node_in_the_order_they_came_and_with_their_whole_plan(node, operator):
+    known = node.up(operator)
+    first = operator.talk(known, Hello(run_id="r0", job="job", claim=True), RunJob("r0", 'while [ ! -e "$GPURUN_OUTPUTS/go" ]; do sleep 0.02; done'))
+    assert first.hear(NodeReady)
+    waiting = []
+    for number in (1, 2, 3, 4):
+        talk = operator.talk(known, Hello(run_id=f"r{number}", job="job", claim=True, wait=True), MaterializeWorkspace(f"r{number}", ""),
+                             RunSetup(f"r{number}", "echo set up > made", {}), RunJob(f"r{number}", f"cat made; echo r{number} >> {node.folder}/order", {}))
+        assert talk.hear(Busy).run_id == "r0"
+        waiting.append(talk)
+    waiting[1].close()                                     # vanished while it waited
+    eventually(lambda: waiting[1].connection._connection.close_reason())
+    again = operator.talk(known, Hello(run_id="r3", job="job", claim=True, wait=True), RunSetup("r3", "echo again > made"), RunJob("r3", f"cat made; echo r3 >> {node.folder}/order"))
+    assert again.hear(Busy)                                # came back: keeps its place before r4
+    waiting[2].close()
+    (node.folder / "runs" / "r0" / "work" / "go").touch()
+    assert first.hear(JobExited).code == 0
+    for talk in (waiting[0], again, waiting[3]):
+        assert talk.hear() .__class__ is NodeReady
+        assert talk.hear(SetupCompleted, JobExited, NodeFault).__class__ is SetupCompleted
+        assert talk.hear(JobExited, NodeFault).code == 0
+    assert (node.folder / "order").read_text().split() == ["r1", "r3", "r4"]
+    assert operator.logs(known, "r3") == b"again\n"
+
+
+def test_a_run_whose_operator_vanished_before_its_job_could_start_is_given_up(node, operator, tmp_path):
+    quick = changed_package(tmp_path, agent=[(r"^NEVER_STARTED_S = .*$", "NEVER_STARTED_S = 0.5"), ("^HOUSEKEEPING_S = .*$", "HOUSEKEEPING_S = 0.1")])
+    known = node.up(operator, package=quick)
+    there = operator.talk(known, Hello(run_id="there", claim=True))
+    assert there.hear(NodeReady)
+    waiter = operator.talk(known, Hello(run_id="waiter", claim=True, wait=True), RunJob("waiter", "exit 4"))
+    assert waiter.hear(Busy)
+    deadline = time.monotonic() + 1.5                      # three times the limit: an operator that is there is not given up
+    while time.monotonic() < deadline:
+        there.say(Ping(1))
+        assert there.hear(Pong, NodeFault) == Pong(1)
+    there.close()
+    assert waiter.hear(JobExited).code == 4
+    fault = operator.talk(known, Hello(run_id="there")).hear(NodeFault)
+    assert "the operator was silent for 0.5 s before the job could start" in fault.reason
+
+
+# ---- life ------------------------------------------------------------------------------------------------------------------------
+
+class KilledRun:
+    """An attached `gpurun` whose agent is killed in the middle of a phase. That takes its time: the link counts as broken after 15 s."""
+
+    def __init__(self, here: Here, phase: str, **job: Any) -> None:
+        self.here, self.process = here, here.start(here.job(**job), env=dict(here.env, SECRET=SECRET))
+        self.log = eventually(lambda: next(iter((here.node_dir / "runs").glob(f"*/{phase}.out")), None))
+        eventually(lambda: b"begun" in self.log.read_bytes())
+        self.first = here.agent()
+        os.kill(self.first["pid"], signal.SIGKILL)
+        eventually(lambda: gone(self.first))
+        self.say("on")
+
+    def say(self, word: str) -> None:
+        (self.log.parent / "work" / word).touch()
+
+    def end(self) -> None:
+        """Its gpurun has started an agent again, and brings the run home."""
+        again = eventually(lambda: self.here.agent()["pid"] != self.first["pid"] and self.here.agent(), 60)
+        assert (again["port"], again["id"]) == (self.first["port"], self.first["id"]), "operators have both in their caches"
+        self.say("enough")
+        self.out, self.err = self.process.communicate(timeout=60)
+        assert self.process.returncode == 7, self.err.decode()
+        record = self.here.record()
+        assert (record["state"], record["exit_code"]) == ("FAILED", 7)
+        assert self.out == self.log.with_name("run.out").read_bytes() == (self.here.latest / "stdout.log").read_bytes()
+
+
+SECRET = "s3cret" + os.urandom(8).hex()
+
+
+def test_an_agent_killed_in_the_middle_of_setup_or_job_costs_an_attached_run_nothing_and_leaks_nothing(tmp_path):
+    """gpurun starts it again by itself. Exit code, every byte once; and the values of the job's env are still in no file."""
+    count = COUNT.replace("exit 7", 'test -n "$TOKEN" && exit 7')
+    wait = 'echo begun; while [ ! -e "$GPURUN_OUTPUTS/on" ]; do sleep 0.05; done; '
+    in_setup = KilledRun(Here(tmp_path / "one"), "setup", setup=wait + 'echo "set up" >&2', run=count, env={"TOKEN": "${SECRET}"})
+    in_job = KilledRun(Here(tmp_path / "two"), "run", run=wait + count, env={"TOKEN": "${SECRET}"})
+    try:
+        in_job.end()
+        in_setup.end()
+        lines = in_job.out.decode().splitlines()
+        assert lines[0] == "begun" and lines[1:] == [f"line {n}" for n in range(1, len(lines))] and len(lines) > 100
+        assert sorted((in_setup.here.latest / "setup.log").read_bytes().splitlines()) == [b"begun", b"set up"]
+        assert in_setup.out.decode().splitlines() == [f"line {n}" for n in range(1, in_setup.out.count(b"\n") + 1)]
+        assert places_of(SECRET, tmp_path) == []
+    finally:
+        end_agents(tmp_path)
+
+
+def test_a_killed_agent_leaves_the_job_alone_and_the_next_agent_knows_how_it_ended(node, operator):
+    known = node.up(operator)
+    talk = operator.talk(known, Hello(run_id="r", claim=True), RunJob("r", 'echo a; while [ ! -e "$GPURUN_OUTPUTS/go" ]; do sleep 0.02; done; echo b; exit 9'))
+    talk.hear(NodeReady)
+    eventually(lambda: (node.folder / "runs/r/run.out").exists())
+    node.end(known)
+    (node.folder / "runs/r/work/go").touch()
+    eventually(lambda: (node.folder / "runs/r/run.exit").exists())   # nobody but the supervisor saw it
+    again = node.up(operator)
+    assert (again["id"], again["port"]) == (known["id"], known["port"]) and again["pid"] != known["pid"]
+    ended = operator.talk(again, Hello(run_id="r")).hear(JobExited, NodeFault)
+    assert (ended.code, ended.seq) == (9, 1)
+    assert operator.logs(again, "r") == b"a\nb\n"
+    assert operator.run(again, "next", "exit 3").code == 3, "the node is free again"
+
+
+def test_a_killed_supervisor_is_a_fault_its_children_end_and_an_unrelated_process_lives(node, operator):
+    known = node.up(operator)
+    unrelated = subprocess.Popen(["sleep", "300"], env={**os.environ, "GPURUN_RUN_ID": "rr", "RUN": "r"})
+    talk = operator.talk(known, Hello(run_id="r", claim=True),
+                         RunJob("r", 'sleep 301 & setsid sleep 302 & echo $! > away; trap "" TERM; echo up; while :; do sleep 0.05; done'))
+    talk.hear(NodeReady)
+    eventually(lambda: (node.folder / "runs/r/run.out").exists() and (node.folder / "runs/r/run.out").read_bytes())
+    below = supervise.of_run("r")
+    assert len(below) >= 3
+    os.kill(node.state("r")["supervised"]["pid"], signal.SIGKILL)
+    fault = talk.hear(JobExited, NodeFault)
+    assert isinstance(fault, NodeFault) and "no exit record" in fault.reason and str(node.folder / "runs/r") in fault.reason
+    eventually(lambda: not supervise.of_run("r"))
+    assert unrelated.poll() is None
+    unrelated.kill()
+    unrelated.wait()
+    assert operator.run(known, "next", "exit 3").code == 3
+
+
+def test_starts_at_the_same_time_give_one_agent_that_knows_all_their_operators(node):
+    operators = [Operator() for _ in range(4)]
+    processes = [node.starting(operator.id) for operator in operators]
+    said = [json.loads(process.communicate(timeout=60)[0].split(b"GPURUN-ENDPOINT ")[1]) for process in processes]
+    assert len({(one["pid"], one["port"], one["id"]) for one in said}) == 1
+    for operator in operators:
+        assert operator.talk(said[0], Hello()).hear(NodeReady)
+        operator.link.close()
+
+
+def test_an_idle_agent_of_another_version_is_replaced_and_a_busy_one_is_used(node, operator, tmp_path):
+    old = node.up(operator, package=changed_package(tmp_path))
+    new = node.up(operator)
+    assert gone(old) and new["agent"] != old["agent"] and (new["id"], new["port"]) == (old["id"], old["port"])
+    assert node.up(operator)["pid"] == new["pid"], "the same version answers at once"
+    talk = operator.talk(new, Hello(run_id="r", claim=True), RunJob("r", COUNT))
+    talk.hear(NodeReady)
+    other_version = changed_package(tmp_path)
+    used = node.up(operator, package=other_version)
+    assert used["pid"] == new["pid"] and "busy with r and is used as it is" in used["note"]
+    eventually(lambda: (node.folder / "runs/r/work").is_dir())
+    (node.folder / "runs/r/work/enough").touch()
+    assert talk.hear(JobExited).code == 7
+    eventually(lambda: node.up(operator, package=other_version)["pid"] != new["pid"])
+    assert gone(new)
+
+
+def test_a_busy_agent_of_another_protocol_is_left_alone_and_named(node, operator, tmp_path):
+    old = changed_package(tmp_path, wire=[("^PROTOCOL = 1$", "PROTOCOL = 99")], node=[("^PROTOCOL = 1 ", "PROTOCOL = 99 ")])
+    known = node.up(operator, package=old)
+    assert known["protocol"] == 99
+    talk = operator.talk(known, Hello(run_id="r", claim=True), RunJob("r", COUNT))
+    talk.hear(NodeReady)
+    code, said = node.start(operator.id)
+    assert code == 13 and "speaks protocol 99 (this one: 1) is busy with r" in said["reason"] and not gone(known)
+    eventually(lambda: (node.folder / "runs/r/work").is_dir())
+    (node.folder / "runs/r/work/enough").touch()
+    assert talk.hear(JobExited).code == 7
+    eventually(lambda: node.start(operator.id)[0] == 0)
+    assert gone(known), "idle, it is replaced"
+
+
+def test_an_agent_for_this_machine_only_is_replaced_when_others_want_to_reach_it(node, operator):
+    local = node.up(operator)
+    everywhere = node.up(operator, bind="0.0.0.0:0")
+    assert everywhere["pid"] != local["pid"] and everywhere["port"] == local["port"]
+    assert node.up(operator)["pid"] == everywhere["pid"], "one that all can reach serves this machine as well"
+
+
+def test_an_idle_agent_ends_by_itself_and_the_next_start_has_its_port(node, operator):
+    known = node.up(operator, idle_exit_s=0.3)
+    assert operator.run(known, "r", "exit 0").code == 0
+    eventually(lambda: gone(known))
+    again = node.up(operator)
+    assert (again["port"], again["id"]) == (known["port"], known["id"])
+    assert operator.talk(again, Hello(run_id="r")).hear(JobExited).code == 0
+
+
+def test_a_port_that_somebody_else_took_meanwhile_is_no_obstacle(node, operator):
+    known = node.up(operator)
+    node.end(known)
+    squatter = Link(os.urandom(32), f"127.0.0.1:{known['port']}")
+    again = node.up(operator)
+    assert again["port"] != known["port"] and operator.run(again, "r", "exit 5").code == 5
+    squatter.close()
+
+
+@pytest.mark.parametrize("name", ["endpoint.json", "claim.json", "authorized"])
+@pytest.mark.parametrize("content", [b"", b"\0" * 50, b"[1]", b'{"pid": "x", "start": 5}', b'{"run_id": null, "port": 99999999}'])
+def test_a_file_of_the_agents_that_a_crash_broke_does_not_keep_it_down(node, operator, name, content):
+    (node.folder / "agent").mkdir(parents=True, mode=0o700)
+    (node.folder / "agent" / name).write_bytes(content)
+    known = node.up(operator)
+    assert operator.talk(known, Hello()).hear(NodeReady)
+
+
+def test_a_run_folder_that_nothing_can_be_read_from_does_not_keep_the_agent_down(node, operator):
+    for name, content in [("empty", None), ("broken", b"{"), ("lacking", b'{"version": 1}'), ("types", b'{"version": 1, "run_id": 5}')]:
+        (node.folder / "runs" / name).mkdir(parents=True)
+        if content is not None:
+            (node.folder / "runs" / name / "state.json").write_bytes(content)
+    (node.folder / "runs" / "a file").write_text("")
+    assert operator.run(node.up(operator), "r", "exit 5").code == 5
+
+
+# ---- a start that fails ----------------------------------------------------------------------------------------------------------
+
+def old_pythons() -> list[str]:
+    names = [shutil.which(f"python{version}") for version in ("2.7", "3.5", "3.6", "3.7")]
+    names += map(str, Path("~/.pyenv/versions").expanduser().glob("*/bin/python[23].[5-7]"))
+    works = [name for name in filter(None, names) if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0]
+    return sorted({Path(name).name: name for name in works}.values())
+
+
+@pytest.mark.parametrize("python", old_pythons() or [pytest.param("", marks=pytest.mark.skip(reason="no Python older than 3.8 here"))])
+def test_a_python_that_is_too_old_is_exit_10_and_named(node, operator, python):
+    code, said = node.start(operator.id, python=python)
+    assert code == 10 and "needs Python 3.8 or newer" in said["reason"] and python in said["reason"]
+
+
+def bare_python() -> str:
+    """An interpreter that has no iroh of its own."""
+    for python in PYTHONS + [getattr(sys, "_base_executable", sys.executable)]:
+        if subprocess.run([python, "-I", "-c", "import iroh"], capture_output=True).returncode:
+            return python
+    pytest.skip("every Python here has iroh installed")
+
+
+def test_an_iroh_that_is_not_there_or_broken_is_exit_11_with_the_loaders_words(node, operator, tmp_path):
+    python = bare_python()
+    code, said = node.start(operator.id, python=python, lib=str(tmp_path / "nowhere"))
+    assert code == 11 and "iroh can't be loaded" in said["reason"] and "nowhere" in said["reason"] and "No module named 'iroh'" in said["reason"]
+    broken = tmp_path / "lib"
+    shutil.copytree(bootstrap.iroh_folder(), broken / "iroh")
+    for library in (broken / "iroh").glob("*.so"):
+        library.write_bytes(b"\x7fELF of another machine")
+    code, said = node.start(operator.id, python=python, lib=str(broken))
+    assert code == 11 and "iroh can't be loaded" in said["reason"]
+    assert node.start(operator.id, python=python)[0] == 0
+
+
+def test_a_node_dir_that_cannot_be_written_is_exit_12_and_named(tmp_path, operator):
+    (tmp_path / "file").write_text("")
+    code, said = NodeDir(tmp_path / "file" / "node").start(operator.id)
+    assert code == 12 and f"{tmp_path}/file" in said["reason"] and "can't be written" in said["reason"]
+    (tmp_path / "node").mkdir()
+    (tmp_path / "node" / "agent").write_text("")
+    code, said = NodeDir(tmp_path / "node").start(operator.id)
+    assert code == 12 and f"{tmp_path}/node/agent" in said["reason"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not (shutil.which("setpriv") and os.access("/usr/bin/python3", os.X_OK)),
+                    reason="root writes everywhere, and there is no setpriv with a Python for another user")
+def test_a_node_dir_of_somebody_else_is_exit_12(operator):
+    with tempfile.TemporaryDirectory() as folder:           # pytest's own folders are closed to others
+        os.chmod(folder, 0o755)
+        (Path(folder) / "node").mkdir(mode=0o555)
+        agent = shutil.copy(agent_file().path, Path(folder) / "agent-0.pyz")
+        os.chmod(agent, 0o644)
+        as_nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "/usr/bin/python3"]
+        argv = [*(as_nobody if os.geteuid() == 0 else [sys.executable]), "-I", agent, "start", "--node-dir", f"{folder}/node",
+                "--authorize", operator.id]
+        done = subprocess.run(argv, capture_output=True, timeout=60)
+        assert done.returncode == 12 and f"{folder}/node".encode() in done.stdout and b"Permission denied" in done.stdout, done
+
+
+def test_an_agent_that_cannot_come_up_is_exit_14_with_the_reason(node, operator):
+    (node.folder / "agent").mkdir(parents=True)
+    (node.folder / "agent" / "key").write_text("no key")
+    (node.folder / "agent" / "key").chmod(0o600)
+    code, said = node.start(operator.id)
+    assert code == 14 and "is not a gpurun key" in said["reason"]
+    (node.folder / "agent" / "key").unlink()
+    code, said = node.start(operator.id, bind="203.0.113.1:0")
+    assert code == 14 and "binding UDP 203.0.113.1:0" in said["reason"]
+    (node.folder / "runs").write_text("")
+    code, said = node.start(operator.id)
+    assert code == 14 and "runs" in said["reason"]
+
+
+def test_an_agent_that_dies_while_it_starts_is_exit_14_with_the_end_of_its_log(node, operator, tmp_path):
+    (node.folder / "agent").mkdir(parents=True)
+    (node.folder / "agent" / "log").write_text("an old story\n")
+    dies = changed_package(tmp_path, agent=[(r"^class Agent:", "raise SystemError('no such luck')\nclass Agent:")])
+    code, said = node.start(operator.id, package=dies)
+    assert code == 14 and "no such luck" in said["reason"] and "an old story" not in said["reason"]
+
+
+def test_a_folder_that_another_agent_holds_is_exit_13(node, operator, tmp_path):
+    """As on a cluster whose machines share the home folder: there its process can't be seen from here."""
+    quick = changed_package(tmp_path, node=[("^REPLACE_S = .*$", "REPLACE_S = 0.3")])
+    known = node.up(operator, package=quick)
+    (node.folder / "agent" / "endpoint.json").unlink()
+    code, said = node.start(operator.id, package=quick)
+    assert code == 13 and "another agent holds" in said["reason"]
+    (node.folder / "agent" / "endpoint.json").write_text(json.dumps(known))
+
+
+# ---- fifty jobs ------------------------------------------------------------------------------------------------------------------
+
+def vitals(pid: int) -> dict[str, int]:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {"rss_kib": int(status["VmRSS"].split()[0]), "threads": int(status["Threads"]), "fds": len(os.listdir(f"/proc/{pid}/fd"))}
+
+
+def below(pid: int) -> list[list[str]]:
+    """State and pid of all children, zombies included."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append([fields[0], name])
+    return found
+
+
+def test_fifty_jobs_in_a_row_leave_no_zombie_and_let_nothing_grow(node, operator):
+    known = node.up(operator)
+
+    def job(number: int) -> None:
+        run_id = f"r{number}"
+        assert operator.run(known, run_id, f"echo {number}; sleep 0 & exit {number}").code == number
+        assert operator.logs(known, run_id) == b"%d\n" % number
+
+    def settled() -> dict[str, int]:
+        """Once the last job's threads are gone and a spare supervisor waits."""
+        eventually(lambda: len(below(known["pid"])) == 1 and vitals(known["pid"])["threads"] <= quiet["threads"] + 1)
+        return vitals(known["pid"])
+
+    job(0)
+    quiet = eventually(lambda: len(below(known["pid"])) == 1 and vitals(known["pid"]))
+    for number in range(1, 11):
+        job(number)
+    at_ten = settled()
+    for number in range(11, 51):
+        job(number)
+    at_fifty = settled()
+    assert all(state != "Z" for state, _ in below(known["pid"]))
+    assert at_fifty["threads"] <= at_ten["threads"] + 1 and at_fifty["fds"] <= at_ten["fds"] + 4, (at_ten, at_fifty)
+    assert at_fifty["rss_kib"] <= at_ten["rss_kib"] + 8 * 1024, (at_ten, at_fifty)
+    assert node.log() == ""
+
+
+# ---- every Python ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
+def test_the_agent_runs_a_job_on_every_python_that_is_here(node, operator, python):
+    known = node.up(operator, python=python)
+    assert known["python"].startswith(Path(python).name.replace("python", "")) or Path(python).name in ("python", "python3")
+    talk = operator.talk(known, Hello(run_id="r", job="job", claim=True), RunSetup("r", "echo ready > made"),
+                         RunJob("r", 'cat made; echo "$A $GPURUN_RUN_ID"; exit 42', {"A": "ü \n"}))
+    assert talk.hear(NodeReady).facts["fast_writes"] is True
+    assert talk.hear(SetupCompleted).code == 0 and talk.hear(JobExited).code == 42
+    assert operator.logs(known, "r") == "ready\nü \n r\n".encode()
+    slow = operator.talk(known, Hello(run_id="slow", claim=True), RunJob("slow", "trap 'exit 3' TERM; echo up; while :; do sleep 0.05; done"))
+    slow.hear(NodeReady)
+    eventually(lambda: (node.folder / "runs/slow/run.out").exists() and (node.folder / "runs/slow/run.out").read_bytes())
+    slow.say(StopJob("slow", 5.0))
+    ended = slow.hear(JobExited)
+    assert ended.stopped and ended.code == 3
+    assert node.log() == "", "no warning, no traceback"
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------------------
+
+def places_of(secret: str, folder: Path) -> list[str]:
+    """Files below `folder` and processes whose command line have it."""
+    found = [str(file) for file in folder.rglob("*") if file.is_file() and secret.encode() in file.read_bytes()]
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if secret.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                found.append(f"process {name}")
+    return found
+
+
+def test_a_value_of_the_jobs_env_is_in_no_file_and_no_command_line(here):
+    path = here.job('echo "have ${#TOKEN}"; while [ ! -e "$GPURUN_OUTPUTS/enough" ]; do sleep 0.05; done; test -n "$TOKEN"',
+                    setup='test -n "$TOKEN"', env={"TOKEN": "${SECRET}"})
+    process = here.start(path, env=dict(here.env, SECRET=SECRET))
+    log = eventually(lambda: next(iter((here.node_dir / "runs").glob("*/run.out")), None))
+    eventually(lambda: log.read_bytes() == b"have %d\n" % len(SECRET))
+    assert places_of(SECRET, here.folder) == []
+    (log.parent / "work" / "enough").touch()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and SECRET.encode() not in out + err
+    assert places_of(SECRET, here.folder) == []
+
+
+# ---- the login environment -------------------------------------------------------------------------------------------------------
+
+def login(here_home: Path, profile: str, patience_s: float = 15.0) -> dict[str, str]:
+    """What an agent started with this ~/.bash_profile gives to jobs."""
+    here_home.mkdir(exist_ok=True)
+    (here_home / ".bash_profile").write_text(profile)
+    script = f"from gpurun import node\nimport json\nnode.LOGIN_S = {patience_s}\nprint(json.dumps(node.LoginEnvironment()()))"
+    done = subprocess.run([sys.executable, "-c", script], env={"HOME": str(here_home), "PATH": os.environ["PATH"]}, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_jobs_get_what_a_login_shell_exports_and_nothing_that_it_prints(tmp_path):
+    found = login(tmp_path / "home", "echo 'WELCOME=to the node'\nexport CUDA_HOME=/opt/cuda MULTI='a\nb=c'\nPATH=/opt/conda/bin:$PATH\n")
+    assert found["CUDA_HOME"] == "/opt/cuda" and found["MULTI"] == "a\nb=c" and found["PATH"].startswith("/opt/conda/bin:")
+    assert not {"WELCOME", "SHLVL", "_", "PWD", "TERM"} & set(found) and found["HOME"] == str(tmp_path / "home")
+
+
+def test_a_start_file_that_leaves_a_daemon_behind_or_goes_elsewhere_keeps_no_job_waiting(tmp_path):
+    started = time.monotonic()
+    found = login(tmp_path / "home", f"export A=1\nsetsid sleep 60 & echo $! > {tmp_path}/pid\n")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert found["A"] == "1" and time.monotonic() - started < 10
+    found = login(tmp_path / "home", "export A=1; echo B=2; exec true\n")
+    assert "A" not in found and "B" not in found and found["PATH"] and not [name for name in found if "\n" in name]
+
+
+def test_a_start_file_that_hangs_is_ended_so_that_it_can_take_away_its_locks(tmp_path):
+    """pyenv's rehash holds one; killed outright, every later login of that user would wait for it."""
+    found = login(tmp_path / "home", f"export A=1; touch {tmp_path}/lock; trap 'rm {tmp_path}/lock' EXIT; sleep 60\n", patience_s=0.5)
+    assert found["PATH"] and "A" not in found and not (tmp_path / "lock").exists()
