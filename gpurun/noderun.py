@@ -318,7 +318,7 @@ class NodeRun:
         process = None
         if not self._was_at(phase):
             environment = dict(self._environment())
-            environment.update(PYTHONUNBUFFERED="1", **command.env)
+            environment.update({"PYTHONUNBUFFERED": "1", **command.env})
             environment.update(GPURUN_RUN_ID=self.run_id, GPURUN_JOB=self.job, GPURUN_OUTPUTS=self.workdir, PWD=self.workdir)
             with self.changed:
                 if self._stop:

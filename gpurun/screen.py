@@ -51,6 +51,8 @@ def claim_standard_fds() -> None:
             if null != fd:
                 os.dup2(null, fd)
                 os.close(null)
+            if fd and getattr(sys, ("stdout", "stderr")[fd - 1]) is None:   # Python found it closed when it started
+                setattr(sys, ("stdout", "stderr")[fd - 1], open(fd, "w", closefd=False))
 
 
 def remember_terminal() -> Callable[[], None]:
