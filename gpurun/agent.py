@@ -25,7 +25,9 @@ from gpurun import __version__, transfer, wire
 from gpurun.errors import GpurunError, LinkError, LinkTimeoutError, WireError
 from gpurun.files import atomic_write, free_bytes
 from gpurun.link import FAST_WRITES, Link, Stream
-from gpurun.messages import COMMANDS, OPERATOR_SAYS, Busy, Hello, NodeReady, Ping, Pong, Refused, Sample
+from gpurun.messages import (
+    COMMANDS, OPERATOR_SAYS, Busy, Hello, JobExited, NodeFault, NodeReady, Ping, Pong, Refused, Sample, SetupCompleted,
+)
 from gpurun.noderun import NodeRun, Supervisors
 from gpurun.store import Store, remove_tree
 
@@ -34,6 +36,7 @@ SILENCE_S = 60.0              # an operator pings every few seconds; a session s
 NO_RUN_S = 60.0               # a transfer may be asked for before its run's claim is given
 NEVER_STARTED_S = 300.0       # a run whose operator vanished before its job could start is given up
 HOUSEKEEPING_S = 5.0
+RELEASE_S = 10.0              # between a run's last word and the node being free: a sync of its state
 MAX_WAITING = 200             # sessions in line, before those that have gone are sorted out
 MAX_UNSENT = 10000            # answers to an operator that asks and doesn't read
 TRIM_EVERY_S = 600.0
@@ -165,6 +168,8 @@ class Agent:
                 return known
             if not RUN_ID(hello.run_id):
                 raise WireError("run_id must be letters, digits, '.', '_' and '-'")
+            # An operator that has just heard how its run ended may come with the next one before our thread has given the node up.
+            self._lock.wait_for(lambda: self._claim is None or not _said_all(self._claim), RELEASE_S)
             if self._claim is None and not self._waiting:
                 return self._create(session, hello)
             busy = self.busy()
@@ -216,6 +221,7 @@ class Agent:
                     session.say(Refused(run_id=hello.run_id, of="Hello", reason=str(error)))
             if self._claim is None:
                 self._write_claim()
+            self._lock.notify_all()
         try:
             self._supervisors.prepare()
         except OSError:                      # no more processes just now: the next phase starts its own, or says so
@@ -433,6 +439,12 @@ class Session:
 
     def _behind(self) -> bool:
         return self._run is not None and len(self._run.events) > self._after
+
+
+def _said_all(run: NodeRun) -> bool:
+    """Whether the run's operator can know that it is over."""
+    last = run.events[-1] if run.events else None
+    return run.over or isinstance(last, (JobExited, NodeFault)) or isinstance(last, SetupCompleted) and bool(last.code or last.stopped)
 
 
 # ---- what the node is ------------------------------------------------------------------------------------------------------------

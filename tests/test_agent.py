@@ -256,40 +256,39 @@ def test_a_stranger_is_refused_and_disturbs_nobody(warm, attackers):
                 stream.read(WAIT_S)
 
 
-@pytest.mark.parametrize("name, first, why", [
-    ("garbage", b"GET / HTTP/1.1\r\n\r\n", "not a line of JSON"), ("utf", b'{"type":"Hello","job":"\xff\xfe"}\n', "not a line of JSON"),
-    ("long", b'{"type":"Hello","job":"' + b"x" * (2 << 20) + b'"}\n', "more than 1048576 bytes"), ("blank", b"\n", "empty line"),
-    ("command", wire.encode(RunJob("r", "true")), "'RunJob' isn't taken here"), ("early", b'{"type":"Ping","number":1}\n', "'Ping' isn't taken here"),
-    ("twice", wire.encode(Hello()) * 2, "Hello is a session's first line"), ("reboot", wire.encode(Hello()) + b'{"type":"Reboot"}\n', "'Reboot'"),
-    ("faked", wire.encode(Hello()) + wire.encode(JobExited("r")), "'JobExited' isn't taken here"),
-    ("name", wire.encode(Hello(run_id="../../etc", claim=True)), "run_id must be"),
-])
-def test_a_line_that_the_protocol_does_not_allow_ends_that_session_with_the_reason_and_nothing_else(warm, attackers, name, first, why):
-    with followed_job(warm, name):
-        stream = attackers["second"].dial(attackers["known"], wire.CONTROL_ALPN).open(WAIT_S)
-        with contextlib.suppress(LinkError):   # the node may have had enough before the end of it
-            stream.write(first, WAIT_S)
-            stream.flush(WAIT_S)
-        assert why in last_word(stream)
+def test_a_line_that_the_protocol_does_not_allow_ends_that_session_with_the_reason_and_nothing_else(warm, attackers):
+    hello = wire.encode(Hello())
+    with followed_job(warm, "lines"):
+        for first, why in [
+                (b"GET / HTTP/1.1\r\n\r\n", "not a line of JSON"), (b'{"type":"Hello","job":"\xff\xfe"}\n', "not a line of JSON"),
+                (b'{"type":"Hello","job":"' + b"x" * (2 << 20) + b'"}\n', "more than 1048576 bytes"), (b"\n", "empty line"),
+                (wire.encode(RunJob("r", "true")), "'RunJob' isn't taken here"), (wire.encode(Ping(1)), "'Ping' isn't taken here"),
+                (hello * 2, "Hello is a session's first line"), (hello + b'{"type":"Reboot"}\n', "'Reboot' isn't taken here"),
+                (hello + wire.encode(JobExited("r")), "'JobExited' isn't taken here"),
+                (wire.encode(Hello(run_id="../../etc", claim=True)), "run_id must be")]:
+            stream = attackers["second"].dial(attackers["known"], wire.CONTROL_ALPN).open(WAIT_S)
+            with contextlib.suppress(LinkError):             # the node may have had enough before the end of it
+                stream.write(first, WAIT_S)
+                stream.flush(WAIT_S)
+            assert why in last_word(stream), first[:80]
 
 
 def frame(kind: bytes, payload: bytes) -> bytes:
     return struct.pack(">cI", kind, len(payload)) + payload
 
 
-@pytest.mark.parametrize("name, frames, why", [
-    ("header", struct.pack(">cI", b"J", 0xFFFFFFFF), "a frame of 4294967295 bytes"), ("kind", frame(b"D", b"{}"), "begins with a J"),
-    ("json", frame(b"J", b"{]"), "not a line of JSON"), ("type", frame(b"J", b'{"type":"Rob"}'), "'Rob' isn't known"),
-    ("tree", frame(b"J", b'{"type":"Push","tree":"../x","listing":true}') + frame(b"L", b"abc"), "tree must be a SHA-256"),
-    ("packed", frame(b"J", b'{"type":"Push","tree":"%s","listing":true}' % (b"0" * 64)) + frame(b"L", b"abc"), "compressed"),
-    ("between", frame(b"J", b'{"type":"Push","tree":"%s","listing":true}' % (b"0" * 64)) + frame(b"Z", b""), "a frame b'Z' where"),
-])
-def test_a_transfer_of_garbage_ends_with_the_reason_and_nothing_else(warm, attackers, name, frames, why):
-    with followed_job(warm, name):
-        stream = attackers["second"].dial(attackers["known"], wire.TRANSFER_ALPN).open(WAIT_S)
-        stream.write(frames, WAIT_S)
-        with pytest.raises(TransferError, match=why):
-            transfer.Channel(stream).frame()
+def test_a_transfer_of_garbage_ends_with_the_reason_and_nothing_else(warm, attackers):
+    push = frame(b"J", b'{"type":"Push","tree":"%s","listing":true}' % (b"0" * 64))
+    with followed_job(warm, "frames"):
+        for frames, why in [
+                (struct.pack(">cI", b"J", 0xFFFFFFFF), "a frame of 4294967295 bytes"), (frame(b"D", b"{}"), "begins with a J"),
+                (frame(b"J", b"{]"), "not a line of JSON"), (frame(b"J", b'{"type":"Rob"}'), "'Rob' isn't known"),
+                (frame(b"J", b'{"type":"Push","tree":"../x","listing":true}'), "tree must be a SHA-256"),
+                (push + frame(b"L", b"abc"), "compressed"), (push + frame(b"Z", b""), "a frame b'Z' where")]:
+            stream = attackers["second"].dial(attackers["known"], wire.TRANSFER_ALPN).open(WAIT_S)
+            stream.write(frames, WAIT_S)
+            with pytest.raises(TransferError, match=why):
+                transfer.Channel(stream).frame()
 
 
 def test_half_open_streams_and_200_connections_at_once_disturb_nobody(warm, attackers):
@@ -398,6 +397,18 @@ def test_a_run_whose_operator_vanished_before_its_job_could_start_is_given_up(no
     assert waiter.hear(JobExited).code == 4
     fault = operator.talk(known, Hello(run_id="there")).hear(NodeFault)
     assert "the operator was silent for 0.5 s before the job could start" in fault.reason
+
+
+def test_the_node_is_free_the_moment_that_a_run_is_known_to_be_over(node, operator):
+    """Run after run without a pause, however each one ends: none is told that the node is busy with the one before."""
+    known = node.up(operator)
+    for number in range(8):
+        assert operator.run(known, f"ok{number}", "exit 0").code == 0
+        failed = operator.talk(known, Hello(run_id=f"setup{number}", claim=True), RunSetup(f"setup{number}", "exit 5"))
+        assert failed.hear(SetupCompleted, Busy).code == 5
+        faulty = operator.talk(known, Hello(run_id=f"fault{number}", claim=True), MaterializeWorkspace(f"fault{number}", ""),
+                               RunJob(f"fault{number}", "kill -9 $PPID"))
+        assert "no exit record" in faulty.hear(NodeFault, Busy).reason
 
 
 # ---- life ------------------------------------------------------------------------------------------------------------------------
@@ -552,11 +563,11 @@ def test_a_port_that_somebody_else_took_meanwhile_is_no_obstacle(node, operator)
     squatter.close()
 
 
-@pytest.mark.parametrize("name", ["endpoint.json", "claim.json", "authorized"])
-@pytest.mark.parametrize("content", [b"", b"\0" * 50, b"[1]", b'{"pid": "x", "start": 5}', b'{"run_id": null, "port": 99999999}'])
-def test_a_file_of_the_agents_that_a_crash_broke_does_not_keep_it_down(node, operator, name, content):
+@pytest.mark.parametrize("content", [b"", b"\0" * 50, b'{"pid": "x", "start": 5, "port": 99999999, "run_id": [1]}'])
+def test_files_of_the_agents_that_a_crash_broke_do_not_keep_it_down(node, operator, content):
     (node.folder / "agent").mkdir(parents=True, mode=0o700)
-    (node.folder / "agent" / name).write_bytes(content)
+    for name in ("endpoint.json", "claim.json", "authorized"):
+        (node.folder / "agent" / name).write_bytes(content)
     known = node.up(operator)
     assert operator.talk(known, Hello()).hear(NodeReady)
 
