@@ -9,13 +9,15 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 
 import pytest
 
-from gpurun import manifest, store as store_module, transfer, workspace
+from gpurun import manifest, store as store_module, transfer, wire, workspace
 from gpurun.errors import GpurunError, LinkError, LinkTimeoutError, TransferError, UnsafeNameError, WireError, WorkspaceError
+from gpurun.link import Link
 from gpurun.manifest import Entry
 from gpurun.store import Store
 from trees import as_nobody, looks, make_odd_tree, rsync_differences, tiny_disk
@@ -105,7 +107,8 @@ def as_agent(stream, work):
     except GpurunError as error:
         with contextlib.suppress(LinkError):
             transfer.report(channel, error)
-        stream.stop()
+        if isinstance(stream, Pipe):
+            stream.stop()
 
 
 @contextlib.contextmanager
@@ -346,6 +349,71 @@ def test_a_full_disk_on_the_node_half_way_is_named_with_free_and_needed_bytes_th
         assert str(disk) in text and "are free" in text and "still needed" in text and "No space left" in text
         cache_is_sound(store)
         assert os.listdir(disk / "node" / "cache" / "incoming") == []
+
+
+@pytest.fixture
+def iroh_pair():
+    """`serve(work)` makes `work(stream)` the other end of real streams; it gives a function that opens one."""
+    links = [Link(os.urandom(32), "127.0.0.1:0", [wire.TRANSFER_ALPN]) for _ in range(2)]
+
+    def serve(work):
+        links[1].serve(lambda peer: peer == links[0].id, work)
+        return links[0].dial(links[1].id, [f"127.0.0.1:{links[1].port()}"], wire.TRANSFER_ALPN, 10).open
+
+    yield serve
+    for link in links:
+        link.close()
+
+
+def test_over_a_real_link_the_reason_of_a_node_that_stops_taking_reaches_an_operator_who_is_still_sending(tmp_path, tree, iroh_pair, monkeypatch):
+    write_files(tree, {f"f{number:02}": os.urandom(1 << 20) for number in range(48)})
+    entries, encoded = listed(tree)
+    monkeypatch.setattr(Store, "check_room", lambda *args: None)
+    with tiny_disk(tmp_path / "disk", "3m") as disk:
+        store = Store(str(disk / "node"))
+        opened = iroh_pair(lambda stream: as_agent(stream, lambda channel, header: transfer.serve_push(channel, header, store, lambda tree: None)))
+        began = time.monotonic()
+        with pytest.raises(TransferError, match="No space left on device"):
+            transfer.push(opened(), str(tree), entries, encoded, quiet)
+        assert time.monotonic() - began < 15
+
+
+def test_over_a_real_link_an_operator_that_gives_up_frees_the_node_at_once(tmp_path, work, iroh_pair):
+    write_files(work, {f"out/f{number:02}": os.urandom(1 << 20) for number in range(48)})
+    ended = threading.Event()
+
+    def serve(stream):
+        as_agent(stream, lambda channel, header: transfer.serve_pull(channel, header, str(work), lambda timeout_s: True))
+        ended.set()
+
+    opened = iroh_pair(serve)
+    with tiny_disk(tmp_path / "disk", "3m") as disk:
+        with pytest.raises(TransferError, match="no room here"):
+            transfer.pull(opened(), "run-1", ["out"], str(disk / "outputs"), quiet)
+        assert ended.wait(15)
+
+
+def test_over_a_real_link_everything_arrives(tmp_path, iroh_pair):
+    tree = make_odd_tree(tmp_path / "tree")
+    (tree / "absolute").unlink()
+    write_files(tree, {"large": os.urandom(9 << 20)})
+    entries, encoded = listed(tree)
+    store, arrived = Store(str(tmp_path / "node")), []
+
+    def serve(stream):
+        as_agent(stream, lambda channel, header: transfer.serve_push(channel, header, store, arrived.append) if header["type"] == "Push" else
+                 transfer.serve_pull(channel, header, str(tmp_path / "work"), lambda timeout_s: True))
+
+    opened = iroh_pair(serve)
+    transfer.push(opened(), str(tree), entries, encoded, quiet)
+    (tmp_path / "work").mkdir()
+    store.materialize(store.tree(arrived[0]), str(tmp_path / "work" / "out"))
+    transfer.pull(opened(), "run-1", ["out"], str(tmp_path / "outputs"), quiet)
+    assert looks(tmp_path / "work" / "out") == looks(tree)
+    (tree / "closed").chmod(0o755)
+    for path in (tree / "sticky", tree / "setgid"):
+        path.chmod(path.stat().st_mode & 0o777)              # a node has no say in those
+    assert looks(tmp_path / "outputs" / "out") == looks(tree)
 
 
 # ---- push: an operator who lies ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def make_odd_tree(root: Path) -> Path:
     """Everything that a name, a mode or a kind can be, with times to the nanosecond."""
     base = os.fsencode(root)
     for path in [b"", b"empty", b"deep/" + b"/".join([b"d%d" % i for i in range(40)]), b"dir \xff\n/in", b"closed", b"a", b"a.b", b"a-b"]:
-        os.makedirs(os.path.join(base, path))
+        os.makedirs(os.path.join(base, path), exist_ok=True)
     for path in NAMES + [b"a/z", b"a.b/z", b"a-b/z", b"dir \xff\n/in/x", b"closed/x"]:
         Path(os.fsdecode(os.path.join(base, path))).write_bytes(path)
     (root / "nothing in it").touch()
