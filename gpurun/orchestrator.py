@@ -32,7 +32,8 @@ from gpurun.screen import Screen, remember_terminal
 from gpurun.session import DIAL_S, Session, current, dial, reach
 
 TICK_S = 0.2
-PING_S = 5.0
+PING_S = 2.0
+SUSPECT_S = 7.0               # silence that is worth a line: the answers to three pings are missing
 SILENT_S = 15.0               # nothing heard for so long: the link counts as broken, a new one is tried
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 REDEPLOY_AFTER = 2            # failed dials before SSH (or this machine) is asked to look after the agent
@@ -79,6 +80,7 @@ class Orchestrator:
         self._began = self._phase_began = time.monotonic()
         self._heard = self._log_moved = self._ended = time.monotonic()
         self._pinged = 0.0
+        self._suspect = False                 # the silence was said
         self._attempt = -1                    # -1: connected; else how often reconnecting has failed
         self._shown = ""                      # the phase that the screen is at
         self._round = 0                       # transfers of an earlier session or claim have an earlier number
@@ -164,15 +166,15 @@ class Orchestrator:
         """A session with the first node that can be had, the agent deployed where it must be."""
         assert self._link is not None
         while True:
-            node = self._nodes[0]
-            if first_error is not None:
+            node, dialled = self._nodes[0], first_error is not None
+            if dialled:
                 self._screen.say(f"the agent on {node.name} doesn't answer ({first_error}); looking after it")
                 first_error = None
             self._screen.phase("connect", f"to {node.name}")
             try:
                 session = reach(self._link, node, self._inbox, self._screen.say,
                                 lambda name, done, total: self._screen.progress(done, total, "B", name),
-                                lambda: self._screen.phase("deploy", f"to {node.name}"))
+                                lambda: self._screen.phase("deploy", f"to {node.name}"), dialled)
                 self._screen.phase("")
                 return session
             except GpurunError as error:
@@ -305,6 +307,9 @@ class Orchestrator:
     # ---- what the node says --------------------------------------------------------------------------------------------------
 
     def _said(self, message: Any) -> None:
+        if self._suspect:
+            self._suspect = False
+            self._screen.say(f"{self._nodes[0].name} is back after {time.monotonic() - self._heard:.0f} s")
         self._heard = time.monotonic()
         if isinstance(message, Sample):
             self._folder.append_event({"sample": message.values})
@@ -573,7 +578,11 @@ class Orchestrator:
         elif self._session is not None:
             if now - self._heard > SILENT_S:
                 self._broken(LinkError(f"nothing heard for {SILENT_S:g} s"))
-            elif now - self._pinged > PING_S:
+                return
+            if now - self._heard > SUSPECT_S and not self._suspect:
+                self._suspect = True
+                self._screen.warn(f"nothing heard from {self._nodes[0].name} for {SUSPECT_S:g} s; the run goes on there")
+            if now - self._pinged > PING_S:
                 self._pinged = now
                 self._say(Ping(int(now)))
 
@@ -582,7 +591,7 @@ class Orchestrator:
             self._give_up(f"the node broke the protocol: {error}")
             return
         self._drop_session()
-        self._attempt = 0
+        self._attempt, self._suspect = 0, False
         self._screen.warn(f"the connection to {self._nodes[0].name} broke ({error}); the run goes on there, connecting again")
         threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
 

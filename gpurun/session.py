@@ -18,7 +18,7 @@ from gpurun.messages import NODE_SAYS, Hello
 from gpurun.provider import Endpoint, Node, Progress
 
 DIAL_S = 6.0                  # for an agent whose address we know; one that is gone answers nothing, then the slower way is tried
-DIAL_DEPLOYED_S = 20.0        # for one that has just said that it is up
+DIAL_DEPLOYED_S = 12.0        # for one that has just said that it is up: three tries of QUIC at a lossy start, or a round trip of 3 s
 SAY_S = 20.0
 
 
@@ -84,9 +84,10 @@ def current(node: Node) -> Endpoint | None:
 
 
 def reach(link: Link, node: Node, inbox: "SimpleQueue[Any]", say: Callable[[str], None], progress: Progress,
-          deploying: Callable[[], None] = lambda: None) -> Session:
-    """A session with the node's agent, deployed first where that is needed. Raises LinkError, SSHError, DeployError."""
-    known = current(node)
+          deploying: Callable[[], None] = lambda: None, dialled: bool = False) -> Session:
+    """A session with the node's agent, deployed first where that is needed. Raises LinkError, SSHError, DeployError. `dialled`: the
+    agent that we know of was just tried, in vain."""
+    known = None if dialled else current(node)
     if known is not None:
         try:
             return dial(link, known, inbox, DIAL_S)
