@@ -28,7 +28,12 @@ class Session:
     def __init__(self, control: Connection, data: Connection, endpoint: Endpoint, inbox: "SimpleQueue[Any]") -> None:
         self.endpoint = endpoint
         self._control, self._data, self._inbox = control, data, inbox
-        self._stream = control.open(SAY_S)
+        try:
+            self._stream = control.open(SAY_S)
+        except LinkError:
+            control.close()
+            data.close()
+            raise
         self._lock = threading.Lock()
         self._closed = False
 

@@ -355,6 +355,16 @@ def test_an_operator_that_asks_and_never_reads_is_let_go(warm, attackers):
         assert not isinstance(caught.value, LinkTimeoutError), "it was kept, and would be for as long as it likes"
 
 
+def test_an_operator_with_a_new_key_is_let_in_again_by_itself(here):
+    """Its old key was deleted: the agent refuses the new one until it is started once more by somebody who may."""
+    job = here.job("exit 4")
+    assert here.gpurun(job).returncode == 4
+    known = here.agent()
+    (here.home / ".config/gpurun/key").unlink()
+    assert here.gpurun(job).returncode == 4
+    assert here.agent() == known and len((here.node_dir / "agent/authorized").read_text().split()) == 2
+
+
 # ---- claims ----------------------------------------------------------------------------------------------------------------------
 
 def test_waiters_get_the_node_in_the_order_they_came_and_with_their_whole_plan(node, operator):
@@ -399,15 +409,14 @@ def test_a_run_whose_operator_vanished_before_its_job_could_start_is_given_up(no
     assert "the operator was silent for 0.5 s before the job could start" in fault.reason
 
 
-def test_the_node_is_free_the_moment_that_a_run_is_known_to_be_over(node, operator):
-    """Run after run without a pause, however each one ends: none is told that the node is busy with the one before."""
-    known = node.up(operator)
-    for number in range(8):
+def test_the_node_is_free_the_moment_that_a_run_is_known_to_be_over(node, operator, tmp_path):
+    """However it ended: an operator that comes at once with the next run isn't told that the node is busy with the one before."""
+    known = node.up(operator, package=changed_package(tmp_path, noderun=[(r"^( +)self\._ended\(self\)$", r"\1time.sleep(0.3)\n\1self._ended(self)")]))
+    for number in range(2):
         assert operator.run(known, f"ok{number}", "exit 0").code == 0
         failed = operator.talk(known, Hello(run_id=f"setup{number}", claim=True), RunSetup(f"setup{number}", "exit 5"))
         assert failed.hear(SetupCompleted, Busy).code == 5
-        faulty = operator.talk(known, Hello(run_id=f"fault{number}", claim=True), MaterializeWorkspace(f"fault{number}", ""),
-                               RunJob(f"fault{number}", "kill -9 $PPID"))
+        faulty = operator.talk(known, Hello(run_id=f"fault{number}", claim=True), RunJob(f"fault{number}", "kill -9 $PPID"))
         assert "no exit record" in faulty.hear(NodeFault, Busy).reason
 
 
