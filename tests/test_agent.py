@@ -6,6 +6,7 @@ What is asserted all over: the running job and its operator notice nothing of wh
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -676,11 +677,12 @@ def test_an_agent_that_dies_while_it_starts_is_exit_14_with_the_end_of_its_log(n
 def test_a_folder_that_another_agent_holds_is_exit_13(node, operator, tmp_path):
     """As on a cluster whose machines share the home folder: there its process can't be seen from here."""
     quick = changed_package(tmp_path, node=[("^REPLACE_S = .*$", "REPLACE_S = 0.3")])
-    known = node.up(operator, package=quick)
-    (node.folder / "agent" / "endpoint.json").unlink()
-    code, said = node.start(operator.id, package=quick)
-    assert code == 13 and "another agent holds" in said["reason"]
-    (node.folder / "agent" / "endpoint.json").write_text(json.dumps(known))
+    (node.folder / "agent").mkdir(parents=True, mode=0o700)
+    with open(node.folder / "agent" / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, said = node.start(operator.id, package=quick)
+        assert code == 13 and "another agent holds" in said["reason"]
+    assert node.start(operator.id, package=quick)[0] == 0
 
 
 # ---- fifty jobs ------------------------------------------------------------------------------------------------------------------
