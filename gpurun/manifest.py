@@ -477,17 +477,20 @@ class Guard:
 
     def _folder_of(self, path: str) -> None:
         """Every folder above `path` must be a folder, and the only one of its name."""
+        new = []                              # noted only when all is well: a refused entry may not open the way for the next one
         at = path.rfind("/")
         while at > 0:
             parent = path[:at]
             kind = self._kinds.get(parent)
             if kind in ("dir", "way"):
-                return                        # and so is everything above it
+                break                         # and so is everything above it
             if kind:
                 self._refuse(path, "it is below '%s', which is a %s" % (quote_name(parent), kind))
+            new.append(parent)
+            at = path.rfind("/", 0, at)
+        for parent in new:
             self._claim(parent)
             self._kinds[parent] = "way"
-            at = path.rfind("/", 0, at)
 
     def _claim(self, path: str) -> None:
         if not (self._folds_case or self._normalises):

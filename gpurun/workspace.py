@@ -243,6 +243,7 @@ class Workspace:
     skipped: List[Skipped]              # sockets, FIFOs, devices
     excluded_count: int                 # paths that a pattern left out; a folder counts once
     total_bytes: int
+    crlf: List[str] = field(default_factory=list)    # shell scripts whose first line ends in CR LF: bash on the node will stumble over them
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,16 @@ def scan(root: str, exclude: Sequence[str], runs_dir: Optional[str] = None,
     it may come from several threads, one at a time."""
     chosen, skipped = Exclude(exclude, root, runs_dir), []
     entries = _hash_all(root, list(manifest.walk(root, chosen.keep, skipped.append)), on_progress)
-    return Workspace(entries, skipped, sum(chosen.counts.values()), sum(entry.size for entry in entries))
+    crlf = [entry.path for entry in entries if entry.kind == "file" and entry.path.endswith(".sh") and _has_crlf(root, entry.path)]
+    return Workspace(entries, skipped, sum(chosen.counts.values()), sum(entry.size for entry in entries), crlf)
+
+
+def _has_crlf(root: str, path: str) -> bool:
+    try:
+        with open(manifest.local_path(root, path), "rb") as stream:
+            return stream.readline(4096).endswith(b"\r\n")
+    except OSError:
+        return False
 
 
 def _hash_all(root: str, entries: List[Entry], on_progress: Optional[Callable[[int, int, str], None]]) -> List[Entry]:

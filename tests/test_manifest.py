@@ -598,6 +598,7 @@ paths = st.lists(names, min_size=1, max_size=4).map("/".join)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["file", "dir", "link"]), paths, st.one_of(paths, paths.map("/".__add__))), max_size=12))
+@example([("file", "out", ""), ("file", "out/a/a", ""), ("file", "out/a/a", "")])
 @example([("link", "out/a/b/l", "../.."), ("link", "out/x", "a/b/l/../.."), ("file", "out/x/f", "")])
 def test_what_the_guard_admits_stays_inside(tmp_path_factory, rows):
     """Write what is admitted, naively, and look where everything and every link really is."""

@@ -294,3 +294,10 @@ def test_survey_without_git_or_repository(tmp_path, monkeypatch):
     assert workspace.survey(str(tmp_path), []).git_ignored == []
     monkeypatch.setenv("PATH", str(tmp_path))
     assert workspace.survey(str(tmp_path), []).files == 1
+
+
+def test_shell_scripts_with_crlf_are_found(tmp_path):
+    for name, data in [("dos.sh", b"#!/bin/sh\r\necho\r\n"), ("unix.sh", b"#!/bin/sh\necho '\r'\n"), ("empty.sh", b""), ("table.csv", b"a,b\r\n"),
+                       ("long.sh", b"x" * 10000 + b"\r\n")]:
+        (tmp_path / name).write_bytes(data)
+    assert workspace.scan(str(tmp_path), ()).crlf == ["dos.sh"]
