@@ -15,7 +15,7 @@ from typing import Any, Callable
 import click
 
 from gpurun import __version__
-from gpurun.errors import EXIT_STOPPED, EXIT_USAGE, ConfigError, GpurunError
+from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ConfigError, GpurunError
 
 STATUS_S = 10.0
 
@@ -30,7 +30,7 @@ class Commands(click.Group):
                 return super().resolve_command(ctx, ["run"] + args)
             import difflib
             near = difflib.get_close_matches(name, self.list_commands(ctx), 1)
-            raise ConfigError(f"'{name}' is neither a job file nor a command{f'; did you mean {near[0]}?' if near else ''} "
+            raise ConfigError(f"'{name}' is neither a job file nor a command{f'; did you mean {near[0]}?' if near else '.'} "
                               f"The commands are {', '.join(self.list_commands(ctx))}; see gpurun --help.")
         return super().resolve_command(ctx, args)
 
@@ -372,14 +372,15 @@ def _first_line(text: str) -> str:
 
 
 def _print(text: str) -> None:
-    """An answer, to stdout. A reader that has gone away ends the command quietly."""
-    sys.stdout.write(text.encode("utf-8", "backslashreplace").decode("utf-8") + "\n")
+    """An answer, to stdout."""
+    sys.stdout.write(text + "\n")
 
 
 def main() -> None:
     """The command `gpurun`."""
     from gpurun.screen import claim_standard_fds
     claim_standard_fds()
+    sys.stdout.reconfigure(errors="backslashreplace")   # a name that this terminal can't show must not end the command
     code = 0
     try:
         code = cli.main(standalone_mode=False) or 0
@@ -393,15 +394,26 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_STOPPED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)   # or the interpreter complains when it flushes stdout at its end
+        pass                                            # whoever read the answer has had enough of it
+    except OSError as error:
+        code = _say_error(f"{error.filename or 'stdout'} can't be written or read: {error.strerror}", EXIT_FAILED)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    sys.stderr.flush()
+    except Exception as error:                          # a fault of gpurun's own: said in a line that can be reported
+        if os.environ.get("GPURUN_DEBUG"):
+            raise
+        at = error.__traceback__
+        while at and at.tb_next:
+            at = at.tb_next
+        where = f"{os.path.basename(at.tb_frame.f_code.co_filename)}:{at.tb_lineno}" if at else "?"
+        code = _say_error(f"this is a fault in gpurun itself: {type(error).__name__}: {error} ({where}). GPURUN_DEBUG=1 shows all of it. "
+                          "A run that was begun goes on: see `gpurun status`.", EXIT_FAILED)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            pass
     # Threads of the link are still there and have nothing left to do; unwinding them costs more than the run did.
-    try:
-        sys.stdout.flush()
-    except OSError:
-        pass
     os._exit(code)
 
 

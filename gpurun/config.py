@@ -36,7 +36,7 @@ HARDWARE_KEYS = ("gpu", "gpus", "resources", "provider", "image", "nodes", "inst
 KINDS = ("local", "ssh", "vastai", "slurm")
 KINDS_DONE = ("local", "ssh")
 PROVIDER_KEYS = ("kind", "hosts", "relay", "udp_port", "python", "node_dir", "lost_after_s")
-BESIDE_THE_JOB, IN_THE_HOME = "cluster.toml", ".config/gpurun/cluster.toml"
+CLUSTER_FILE = "cluster.toml"
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -125,7 +125,7 @@ def load_job(path: str | Path, environ: Mapping[str, str]) -> Job:
 def _unknown_in_job(file: _Toml, path: tuple, keys: tuple[str, ...], also: str) -> ConfigError:
     if path[-1].lower() in HARDWARE_KEYS:
         return file.error(path, "a job says what to do, never on what hardware: that belongs in the cluster file "
-                                f"(--cluster FILE, or {BESIDE_THE_JOB} beside the job). The keys here are {', '.join(keys)}")
+                                f"(--cluster FILE, or {CLUSTER_FILE} beside the job). The keys here are {', '.join(keys)}")
     return file.unknown(path, keys, also)
 
 
@@ -220,10 +220,18 @@ def find_cluster(option: str | Path | None, job_folder: Path, environ: Mapping[s
             if not os.path.lexists(path):
                 raise ConfigError(f"{by} names the cluster file {_shown(str(named))}, which does not exist; correct the path, or leave {by} out")
             return path
-    for path in (Path(job_folder) / BESIDE_THE_JOB, home and Path(home) / IN_THE_HOME):
-        if path and os.path.lexists(path):
-            return path
+    for folder in (Path(job_folder), _settings(environ, home)):
+        if folder and os.path.lexists(folder / CLUSTER_FILE):
+            return folder / CLUSTER_FILE
     return None
+
+
+def _settings(environ: Mapping[str, str], home: Path | None) -> Path | None:
+    """Where `paths.config_dir` is, not made: looking for a cluster file leaves nothing behind."""
+    xdg = environ.get("XDG_CONFIG_HOME") or ""
+    if environ.get("GPURUN_CONFIG"):
+        return Path(environ["GPURUN_CONFIG"])
+    return Path(xdg) / "gpurun" if os.path.isabs(xdg) else home and Path(home) / ".config/gpurun"
 
 
 def load_cluster(path: str | Path | None) -> Cluster:

@@ -1,14 +1,11 @@
 """The words of the lifecycle: states, commands, events, and what else a control session says. No behaviour.
 
-Commands and events are the spec's (section 6). Each is a frozen dataclass; `wire.py` turns them into JSON lines whose `type` is
-the class name, so that one search finds class, message, handler and test. Every field has a default, so that a message of an older
-or newer peer can be read. `seq` numbers the events of one run on its node, from 1; 0 means that the event isn't on the node's disk.
+Commands and events are the spec's (section 6). Each is a NamedTuple (a frozen dataclass takes seven times as long to define, and every
+run would pay for it); `wire.py` turns them into JSON lines whose `type` is the class name, so that one search finds class, message,
+handler and test. Every field has a default, so that a message of an older or newer peer can be read; nobody changes one in place. `seq` numbers the events of one run on its node, from 1; 0 means that the event isn't on the node's disk.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
-from typing import Any, Dict, List
+from typing import Any, Dict, List, NamedTuple
 
 PENDING = "PENDING"
 RUNNING = "RUNNING"
@@ -19,42 +16,37 @@ TERMINAL = (COMPLETED, FAILED)
 
 # ---- commands: operator to node --------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class MaterializeWorkspace:
+class MaterializeWorkspace(NamedTuple):
     """Make the run's fresh workdir from the tree with this hash ("" = an empty workdir); its contents come by a push."""
 
     run_id: str = ""
     tree: str = ""
 
 
-@dataclass(frozen=True)
-class RunSetup:
+class RunSetup(NamedTuple):
     """Run `setup` once WorkspaceMaterialized holds. `env` stays in memory on the node."""
 
     run_id: str = ""
     command: str = ""
-    env: Dict[str, str] = field(default_factory=dict)
+    env: Dict[str, str] = {}
 
 
-@dataclass(frozen=True)
-class RunJob:
+class RunJob(NamedTuple):
     """Run `run` once the workspace and the setup, where there are any, are done. `env` stays in memory on the node."""
 
     run_id: str = ""
     command: str = ""
-    env: Dict[str, str] = field(default_factory=dict)
+    env: Dict[str, str] = {}
 
 
-@dataclass(frozen=True)
-class CollectOutputs:
+class CollectOutputs(NamedTuple):
     """Offer these outputs for a pull as soon as no process of the run is left."""
 
     run_id: str = ""
-    outputs: List[str] = field(default_factory=list)
+    outputs: List[str] = []
 
 
-@dataclass(frozen=True)
-class StopJob:
+class StopJob(NamedTuple):
     """End the run's whole process tree: TERM, `grace_s` seconds, KILL. The node answers with JobExited, `stopped` set."""
 
     run_id: str = ""
@@ -63,25 +55,22 @@ class StopJob:
 
 # ---- events: node to operator ----------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class NodeReady:
+class NodeReady(NamedTuple):
     """The node is there and, where the session asked for it, claimed for `run_id`. `facts`: what the node is."""
 
     run_id: str = ""
     seq: int = 0
-    facts: Dict[str, Any] = field(default_factory=dict)
+    facts: Dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class WorkspaceMaterialized:
+class WorkspaceMaterialized(NamedTuple):
     run_id: str = ""
     seq: int = 0
     files: int = 0
     size_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class SetupCompleted:
+class SetupCompleted(NamedTuple):
     """The setup ended; a `code` other than 0 is a failed job. `signal` is 0 unless a signal ended it (then `code` is 128 + signal)."""
 
     run_id: str = ""
@@ -95,8 +84,7 @@ class SetupCompleted:
     hint: str = ""
 
 
-@dataclass(frozen=True)
-class JobExited:
+class JobExited(NamedTuple):
     """The job ended. `stdout_bytes` and `stderr_bytes` are the final sizes of its logs. `hint`: what the node knows of the cause."""
 
     run_id: str = ""
@@ -110,19 +98,17 @@ class JobExited:
     hint: str = ""
 
 
-@dataclass(frozen=True)
-class OutputsCollected:
+class OutputsCollected(NamedTuple):
     """The operator has acknowledged every byte of the outputs that exist; `missing` are the declared ones that don't."""
 
     run_id: str = ""
     seq: int = 0
     files: int = 0
     size_bytes: int = 0
-    missing: List[str] = field(default_factory=list)
+    missing: List[str] = []
 
 
-@dataclass(frozen=True)
-class NodeFault:
+class NodeFault(NamedTuple):
     """The node could not do its part: no exit record and no process, a workspace that could not be written, a full disk."""
 
     run_id: str = ""
@@ -132,26 +118,22 @@ class NodeFault:
 
 # ---- events made on the operator's side, never accepted from a node ----------------------------------------------------------
 
-@dataclass(frozen=True)
-class JobSubmitted:
+class JobSubmitted(NamedTuple):
     run_id: str = ""
 
 
-@dataclass(frozen=True)
-class NodeLost:
+class NodeLost(NamedTuple):
     run_id: str = ""
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class OperatorStop:
+class OperatorStop(NamedTuple):
     run_id: str = ""
 
 
 # ---- the rest of a control session -------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(NamedTuple):
     """First line of the opener. With a `run_id`: claim the node for it (`claim`) or follow it; events after `after` are sent again."""
 
     version: str = ""
@@ -163,8 +145,7 @@ class Hello:
     after: int = 0
 
 
-@dataclass(frozen=True)
-class Busy:
+class Busy(NamedTuple):
     """The claim was not given: `run_id` (job `job`, of `operator`) has had the node for `seconds`. With `wait` NodeReady comes later."""
 
     run_id: str = ""
@@ -173,8 +154,7 @@ class Busy:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """A message was not taken; `of` is its type. The session goes on unless the node closes it."""
 
     run_id: str = ""
@@ -182,22 +162,19 @@ class Refused:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Ping:
+class Ping(NamedTuple):
     number: int = 0
 
 
-@dataclass(frozen=True)
-class Pong:
+class Pong(NamedTuple):
     number: int = 0
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A measurement of the node during a run: telemetry, never read back to decide anything."""
 
     run_id: str = ""
-    values: Dict[str, Any] = field(default_factory=dict)
+    values: Dict[str, Any] = {}
 
 
 COMMANDS = (MaterializeWorkspace, RunSetup, RunJob, CollectOutputs, StopJob)

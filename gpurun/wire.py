@@ -43,7 +43,6 @@ The session ends when either side ends its stream. An end says nothing about the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import struct
@@ -67,22 +66,20 @@ def _flat(value: Any, depth: int = MAX_DEPTH) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-_CHECKS: Dict[str, Callable[[Any], bool]] = {
-    "str": lambda value: isinstance(value, str),
-    "bool": lambda value: isinstance(value, bool),
-    "int": lambda value: isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63,
-    "float": lambda value: isinstance(value, float) and math.isfinite(value) or isinstance(value, int) and _CHECKS["int"](value),
-    "List[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    "Dict[str, str]": lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
-    "Dict[str, Any]": lambda value: isinstance(value, dict) and _flat(value),
+_CHECKS: Dict[Any, Callable[[Any], bool]] = {
+    str: lambda value: isinstance(value, str),
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63,
+    float: lambda value: isinstance(value, float) and math.isfinite(value) or isinstance(value, int) and _CHECKS[int](value),
+    List[str]: lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    Dict[str, str]: lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
+    Dict[str, Any]: lambda value: isinstance(value, dict) and _flat(value),
 }
 
 
 def encode(message: Any) -> bytes:
     """One line. Raises WireError when it is longer than a peer takes."""
-    fields = {"type": type(message).__name__}
-    fields.update((field.name, getattr(message, field.name)) for field in dataclasses.fields(message))
-    line = json.dumps(fields, separators=(",", ":")).encode("ascii") + b"\n"
+    line = json.dumps(dict(type=type(message).__name__, **message._asdict()), separators=(",", ":")).encode("ascii") + b"\n"
     if len(line) > MAX_LINE:
         raise WireError(f"{type(message).__name__} takes {len(line)} bytes on the wire and at most {MAX_LINE} are allowed: "
                         "put a long script into a file of the workspace")
@@ -100,12 +97,12 @@ def decode(line: bytes, accepted: Sequence[type]) -> Any:
         said = repr(kind[:60]) if isinstance(kind, str) else "that is no text"
         raise WireError(f"a message of type {said} isn't taken here")
     values = {}
-    for field in dataclasses.fields(cls):
-        if field.name in fields:
-            value = fields[field.name]
-            if not _CHECKS[str(field.type)](value):
-                raise WireError(f"{kind}.{field.name} must be {field.type}, within bounds; this {type(value).__name__} isn't")
-            values[field.name] = value
+    for name, kind_of in cls.__annotations__.items():
+        if name in fields:
+            if not _CHECKS[kind_of](fields[name]):
+                wanted = str(getattr(kind_of, "__name__", kind_of)).replace("typing.", "")
+                raise WireError(f"{kind}.{name} must be {wanted}, within bounds; this {type(fields[name]).__name__} isn't")
+            values[name] = fields[name]
     return cls(**values)
 
 
