@@ -23,7 +23,7 @@ from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
 from gpurun import __version__, transfer, wire
 from gpurun.errors import GpurunError, LinkError, LinkTimeoutError, WireError
-from gpurun.files import atomic_write, free_bytes
+from gpurun.files import atomic_write, free_bytes, read_json
 from gpurun.link import FAST_WRITES, Link, Stream
 from gpurun.messages import (
     COMMANDS, OPERATOR_SAYS, Busy, Hello, JobExited, NodeFault, NodeReady, Ping, Pong, Refused, Sample, SetupCompleted,
@@ -76,8 +76,8 @@ class Agent:
         threading.Thread(target=self._ask_gpus, name="gpus", daemon=True).start()
         self.link.serve(self.authorized, self.handle)
 
-    def serve(self, idle_exit_s: float) -> None:
-        """Keeps house until the node has been idle for `idle_exit_s`."""
+    def serve(self, idle_exit_s: float) -> bool:
+        """Keeps house until the node has been idle for `idle_exit_s`; False when the folder is no longer ours."""
         self._trimmed = time.monotonic()
         while True:
             time.sleep(min(HOUSEKEEPING_S, max(idle_exit_s, 0.1)))
@@ -86,7 +86,16 @@ class Agent:
             except Exception:                # a disk that is full, a file that went: nothing that may end the agent
                 traceback.print_exc()
             if time.monotonic() - self._used_at > idle_exit_s:
-                return
+                return True
+            if self._claim is None and self._displaced():
+                return False
+
+    def _displaced(self) -> bool:
+        """The folder was deleted, and perhaps made again for another agent: nobody will be sent to this one any more."""
+        try:
+            return (read_json(os.path.join(self._folder, "endpoint.json")) or {}).get("pid") != os.getpid()
+        except (GpurunError, OSError):
+            return False                     # not readable for now; what isn't there reads as {}
 
     def _keep_house(self) -> None:
         now, run = time.monotonic(), self._claim

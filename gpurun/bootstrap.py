@@ -84,6 +84,10 @@ probe() {
   df -Pk "$near" 2>/dev/null | tail -n 1 | { read -r _ _ _ free _; say free_kib "$free"; }
   for file in "$dir"/agent/agent-*.pyz; do [ -f "$file" ] && say agent "${file##*/} $(wc -c < "$file" | tr -d ' ')"; done
   for file in "$dir"/lib/iroh-*; do [ -f "$file/iroh/__init__.py" ] && say lib "${file##*/}"; done
+  pid=$(sed -n 's/.*"pid": *\([0-9][0-9]*\).*/\1/p' "$dir/agent/endpoint.json" 2>/dev/null)
+  if [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null; then   # where there is a /proc it may tell that the number is another process's by now
+    case $(if [ -r "/proc/$pid/cmdline" ]; then tr '\0' ' ' < "/proc/$pid/cmdline"; else echo ' serve '; fi) in *' serve '*) say serving "$pid" ;; esac
+  fi
   inside=no
   [ -e /.dockerenv ] || [ -e /run/.containerenv ] || [ -n "$container" ] && inside=yes
   grep -qE 'docker|containerd|kubepods|lxc' /proc/1/cgroup 2>/dev/null && inside=yes
@@ -116,6 +120,7 @@ class Facts:
     pythons: tuple[tuple[str, str, str], ...] = ()
     agents: tuple[tuple[str, int], ...] = ()
     libs: tuple[str, ...] = ()
+    serving: int = 0                           # the process of an agent that runs there, 0 for none
 
     @property
     def python(self) -> str:
@@ -154,7 +159,7 @@ def parse_probe(output: bytes) -> Facts:
                      home=once["home"], user=once["user"], uid=int(once["uid"]), container=once["container"] == "yes",
                      pythons=tuple(_python_line(line) for line in lists["python"]),
                      agents=tuple((name, int(size)) for name, _, size in (line.rpartition(" ") for line in lists["agent"])),
-                     libs=tuple(lists["lib"]))
+                     libs=tuple(lists["lib"]), serving=int(once.get("serving", "0")))
     except (KeyError, ValueError) as error:
         raise DeployError(f"the probe of the host gave something that can't be read ({error}). It said:\n{_tail(output, 30)}") from None
 

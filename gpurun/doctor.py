@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 from gpurun import __version__, wire
 from gpurun.config import Cluster
-from gpurun.errors import GpurunError
+from gpurun.errors import GpurunError, RefusedError
 from gpurun.files import human_bytes
 from gpurun.messages import Hello, NodeReady
 from gpurun.paths import config_dir
@@ -56,7 +56,7 @@ def _node(node: Node, link: Callable[[], Any], timeout_s: float, operator: str) 
     if known is None:
         if node.kind == "local":
             return _check(name, None, "no agent runs yet; the first run starts one")
-        return _over_ssh(node, "no agent is known there yet; the first run brings one")
+        return _over_ssh(node, "no agent is known there yet; the first run brings one", False)
     inbox: "SimpleQueue[Any]" = SimpleQueue()
     began = time.monotonic()
     try:
@@ -69,8 +69,10 @@ def _node(node: Node, link: Callable[[], Any], timeout_s: float, operator: str) 
             session.close()
     except Empty:
         return _check(name, False, f"the agent was connected to and said nothing for {timeout_s:g} s")
+    except RefusedError as error:
+        return _check(name, None, f"{error}; the next run introduces it, over SSH" if node.kind == "ssh" else str(error))
     except GpurunError as error:
-        return _over_ssh(node, f"its agent doesn't answer ({error})") if node.kind == "ssh" else _check(name, False, str(error))
+        return _over_ssh(node, f"its agent doesn't answer ({error})", True) if node.kind == "ssh" else _check(name, False, str(error))
     if kind != "said" or not isinstance(item, NodeReady):
         return _check(name, False, f"the agent's answer was {item}")
     facts = item.facts
@@ -81,8 +83,8 @@ def _node(node: Node, link: Callable[[], Any], timeout_s: float, operator: str) 
                               f"{human_bytes(int(facts.get('free_bytes') or 0))} free in {facts.get('node_dir')}")
 
 
-def _over_ssh(node: Any, before: str) -> dict[str, Any]:
-    """Whether SSH gets there, and what it finds; nothing is started."""
+def _over_ssh(node: Any, before: str, known: bool) -> dict[str, Any]:
+    """Whether SSH gets there, and what it finds; nothing is started. `known`: an agent was put there before."""
     from gpurun import bootstrap, ssh
     name = f"node {node.name}"
     try:
@@ -91,4 +93,7 @@ def _over_ssh(node: Any, before: str) -> dict[str, Any]:
             bootstrap.check(facts, node.name, node.cluster)
     except GpurunError as error:
         return _check(name, False, f"{before}; over SSH: {error}")
-    return _check(name, True, f"{before}; SSH works: {facts.os} {facts.arch}, Python at {facts.python}")
+    if known and facts.serving:
+        return _check(name, False, f"{before}, and SSH says that it runs there (process {facts.serving}): no UDP gets through to it. Let this machine "
+                                   "reach its UDP port (`udp_port` in the cluster file fixes the number), or set `relay`.")
+    return _check(name, True, f"{before}{'; the next run starts it again' if known else ''}; SSH works: {facts.os} {facts.arch}, Python at {facts.python}")

@@ -230,11 +230,11 @@ def _serve(options: argparse.Namespace) -> int:
         tell({"code": EXIT_NOT_UP, "reason": f"{error.filename or folder}: {error.strerror}"})
         return EXIT_NOT_UP
     tell(known)
-    agent.serve(options.idle_exit_s)
-    try:                                     # the port is remembered; that this process lives is no longer of use to anybody
-        atomic_write(os.path.join(folder, "endpoint.json"), json.dumps(dict(known, start="")).encode("ascii"))
-    except OSError:
-        pass
+    if agent.serve(options.idle_exit_s):
+        try:                                 # the port is remembered; that this process lives is no longer of use to anybody
+            atomic_write(os.path.join(folder, "endpoint.json"), json.dumps(dict(known, start="")).encode("ascii"))
+        except OSError:
+            pass
     agent.close()
     return 0
 
