@@ -407,7 +407,7 @@ def finish_folders(root: str, folders: Sequence[Entry], also_mode: int = 0) -> N
         os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns))
 
 
-# ---- what an untrusted node may have written here ------------------------------------------------------------------------------
+# ---- outputs: what a node sends, and what of it an operator writes ------------------------------------------------------------------------------
 
 def clean_output(path: str) -> str:
     """A declared output without "./", "//" and a trailing "/"; "" is the whole root."""
@@ -429,6 +429,62 @@ def output_filter(declared: Sequence[str]) -> Callable[[str, bool], bool]:
             at = path.rfind("/", 0, at)
         return False
     return keep
+
+
+class Output(NamedTuple):
+    """One entry of the outputs and where its file is on the node."""
+
+    entry: Entry
+    source: str
+
+
+def find_outputs(root: str, declared: Sequence[str]) -> Tuple[List[Output], List[str], List[Tuple[str, str]]]:
+    """(outputs, missing, refused) under the outputs root. What lies outside it after following links is refused, never read."""
+    real_root = os.path.realpath(root)
+    outputs: List[Output] = []
+    missing: List[str] = []
+    refused: List[Tuple[str, str]] = []
+    names = {clean_output(name) for name in declared}
+    for name in names:
+        check_name(name)
+    above = set()
+    for name in sorted(names, key=lambda name: name.split("/")):
+        if any(char == "/" and name[:at] in names for at, char in enumerate(name)):
+            continue                                            # comes with the folder that it is in
+        source = os.path.realpath(local_path(real_root, name))
+        if not source.startswith(real_root + os.sep):
+            refused.append((name, "leads out of the outputs root"))
+            continue
+        try:
+            state = os.stat(source)
+            for at in [at for at, char in enumerate(name) if char == "/"]:
+                folder = name[:at]
+                if folder not in above:                         # a listing has the folders above what it lists
+                    above.add(folder)
+                    parent = os.stat(local_path(real_root, folder))
+                    outputs.append(Output(Entry(folder, "dir", parent.st_mode & 0o777, parent.st_mtime_ns), ""))
+            if os.path.isdir(source):
+                outputs.append(Output(Entry(name, "dir", state.st_mode & 0o777, state.st_mtime_ns), source))
+                skipped = lambda skip, name=name: refused.append((f"{name}/{skip.path}", skip.reason))
+                for entry in walk(source, on_skip=skipped, lenient=True):
+                    path = f"{name}/{entry.path}"
+                    try:
+                        check_name(path)
+                        if entry.kind == "link":
+                            check_link(path, entry.target)
+                    except UnsafeNameError as error:
+                        refused.append((path, str(error)))
+                        continue
+                    outputs.append(Output(entry._replace(path=path), local_path(source, entry.path)))
+            elif os.path.isfile(source):
+                outputs.append(Output(Entry(name, "file", state.st_mode & 0o777, state.st_mtime_ns, state.st_size), source))
+            else:
+                refused.append((name, "is neither a file nor a folder"))
+        except FileNotFoundError:
+            missing.append(name)
+        except (OSError, WorkspaceError) as error:
+            refused.append((name, str(getattr(error, "strerror", None) or error)))
+    return outputs, missing, refused
 
 
 # Default-ignorable characters that HFS+ drops when it compares names (git's CVE-2014-9390 is about them).

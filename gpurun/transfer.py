@@ -45,7 +45,7 @@ import zlib
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from gpurun import manifest
-from gpurun.errors import GpurunError, LinkError, TransferError, UnsafeNameError, WireError, WorkspaceError
+from gpurun.errors import GpurunError, LinkError, TransferError, WireError
 from gpurun.files import exact_bytes, free_bytes, fsync_dir, make_private_dir, write_all
 from gpurun.manifest import Entry, quote_name
 from gpurun.store import FULL, RESUME_BYTES, Incoming, Store
@@ -403,62 +403,6 @@ def _not_stored(what: str, error: OSError, store: Store, needed: int) -> Transfe
 
 # ---- pull --------------------------------------------------------------------------------------------------------------------
 
-class Output(NamedTuple):
-    """One entry of the outputs and where its file is on the node."""
-
-    entry: Entry
-    source: str
-
-
-def find_outputs(root: str, declared: Sequence[str]) -> Tuple[List[Output], List[str], List[Tuple[str, str]]]:
-    """(outputs, missing, refused) under the outputs root. What lies outside it after following links is refused, never read."""
-    real_root = os.path.realpath(root)
-    outputs: List[Output] = []
-    missing: List[str] = []
-    refused: List[Tuple[str, str]] = []
-    names = {manifest.clean_output(name) for name in declared}
-    for name in names:
-        manifest.check_name(name)
-    above = set()
-    for name in sorted(names, key=lambda name: name.split("/")):
-        if any(char == "/" and name[:at] in names for at, char in enumerate(name)):
-            continue                                            # comes with the folder that it is in
-        source = os.path.realpath(manifest.local_path(real_root, name))
-        if not source.startswith(real_root + os.sep):
-            refused.append((name, "leads out of the outputs root"))
-            continue
-        try:
-            state = os.stat(source)
-            for at in [at for at, char in enumerate(name) if char == "/"]:
-                folder = name[:at]
-                if folder not in above:                         # a listing has the folders above what it lists
-                    above.add(folder)
-                    parent = os.stat(manifest.local_path(real_root, folder))
-                    outputs.append(Output(Entry(folder, "dir", parent.st_mode & 0o777, parent.st_mtime_ns), ""))
-            if os.path.isdir(source):
-                outputs.append(Output(Entry(name, "dir", state.st_mode & 0o777, state.st_mtime_ns), source))
-                skipped = lambda skip, name=name: refused.append((f"{name}/{skip.path}", skip.reason))
-                for entry in manifest.walk(source, on_skip=skipped, lenient=True):
-                    path = f"{name}/{entry.path}"
-                    try:
-                        manifest.check_name(path)
-                        if entry.kind == "link":
-                            manifest.check_link(path, entry.target)
-                    except UnsafeNameError as error:
-                        refused.append((path, str(error)))
-                        continue
-                    outputs.append(Output(entry._replace(path=path), manifest.local_path(source, entry.path)))
-            elif os.path.isfile(source):
-                outputs.append(Output(Entry(name, "file", state.st_mode & 0o777, state.st_mtime_ns, state.st_size), source))
-            else:
-                refused.append((name, "is neither a file nor a folder"))
-        except FileNotFoundError:
-            missing.append(name)
-        except (OSError, WorkspaceError) as error:
-            refused.append((name, str(getattr(error, "strerror", None) or error)))
-    return outputs, missing, refused
-
-
 def serve_pull(channel: Channel, header: Dict[str, Any], root: str, over: Callable[[float], bool]) -> Pulled:
     """Node: sends the outputs once `over(timeout_s)` says that no process of the run is left. Returns what the operator acknowledged."""
     declared = header.get("outputs")
@@ -470,7 +414,7 @@ def serve_pull(channel: Channel, header: Dict[str, Any], root: str, over: Callab
     here = {entry.path: (entry.size, entry.mtime_ns) for entry in channel.listing() if entry.kind == "file"}
     while not over(KEEPALIVE_S):
         channel.keep_alive()
-    outputs, missing, refused = find_outputs(root, declared)
+    outputs, missing, refused = manifest.find_outputs(root, declared)
     size = sum(output.entry.size for output in outputs)
     shown = [(path[:REFUSED_LENGTH], why[:REFUSED_LENGTH]) for path, why in refused[:REFUSED_SHOWN]]
     if len(refused) > REFUSED_SHOWN:

@@ -1,0 +1,401 @@
+"""Outputs: which there are, how they come home, links that break anywhere, full disks, and a node that lies."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import zlib
+from pathlib import Path
+
+import pytest
+
+from gpurun import manifest, transfer
+from gpurun.errors import LinkError, TransferError, WireError
+from gpurun.manifest import Entry
+from gpurun.store import Store
+from streams import ROOT, as_agent, iroh_pair, listed, node, peak_mb, pull, push, quiet, store, target, work, write_files
+from trees import as_nobody, looks, make_odd_tree, tiny_disk
+
+
+# ---- find_outputs ----------------------------------------------------------------------------------------------------------------
+
+def found(work, *declared):
+    outputs, missing, refused = manifest.find_outputs(str(work), declared)
+    return [output.entry.path for output in outputs], missing, refused
+
+
+def test_outputs_are_found_with_the_folders_above_them(work):
+    write_files(work, {"metrics.json": b"{}", "out/a/b": b"", "deep/er/file": b"x", "a-b/z": b"", "not/declared": b"", "a/z": b""})
+    paths, missing, refused = found(work, "metrics.json", "out/", "./deep//er/file", "none", "deep/none", "a", "a-b")
+    assert sorted(paths) == sorted(["metrics.json", "out", "out/a", "out/a/b", "deep", "deep/er", "deep/er/file", "a", "a/z", "a-b", "a-b/z"])
+    assert missing == ["deep/none", "none"] and refused == []
+    assert manifest.decode(manifest.encode(output.entry for output in manifest.find_outputs(str(work), ["a", "a-b", "deep/er/file"])[0]), hashed=False)
+
+
+def test_an_output_inside_another_one_comes_once(work):
+    write_files(work, {"out/a/b": b"x", "out/c": b"y"})
+    assert found(work, "out", "out/a", "out/a/b") == (["out", "out/a", "out/a/b", "out/c"], [], [])
+
+
+def test_a_declared_link_inside_brings_what_it_leads_to(work, target):
+    write_files(work, {"runs/7/model": b"weights", "real": b"file"})
+    (work / "latest").symlink_to("runs/7")
+    (work / "one").symlink_to(work / "real")
+    pulled = pull(work, ["latest", "one"], target)
+    assert (target / "latest" / "model").read_bytes() == b"weights" and not (target / "latest").is_symlink()
+    assert (target / "one").read_bytes() == b"file" and not (target / "one").is_symlink() and pulled.refused == []
+
+
+def test_what_lies_outside_is_refused_and_never_read(work, tmp_path, target):
+    secret = write_files(tmp_path / "secret", {"key": b"PRIVATE"})
+    (work / "out").symlink_to(secret)
+    (work / "file").symlink_to(secret / "key")
+    (work / "folder").mkdir()
+    (work / "folder" / "up").symlink_to("../../secret/key")
+    (work / "folder" / "absolute").symlink_to(secret / "key")
+    (work / "parent").symlink_to(secret)
+    (work / "sideways").symlink_to("../secret/../work/folder")       # ends inside
+    pulled = pull(work, ["out", "file", "folder", "parent/key", "sideways"], target)
+    assert {path for path, _ in pulled.refused} == {"out", "file", "parent/key", "folder/up", "folder/absolute", "sideways/up", "sideways/absolute"}
+    assert all("out" in why or "absolute" in why for _, why in pulled.refused)
+    assert all(b"PRIVATE" not in path.read_bytes() for path in target.rglob("*") if path.is_file())
+    assert sorted(os.listdir(target)) == ["folder", "sideways"]
+
+
+def test_a_parent_that_is_a_link_to_a_folder_inside_becomes_a_folder(work, target):
+    write_files(work, {"real/data/x": b"1"})
+    (work / "way").symlink_to("real")
+    pulled = pull(work, ["way/data/x"], target)
+    assert (target / "way" / "data" / "x").read_bytes() == b"1" and pulled.missing == [] and not (target / "way").is_symlink()
+
+
+def test_what_is_neither_file_nor_folder_is_refused_and_the_rest_comes(work, target):
+    os.mkfifo(work / "fifo")
+    write_files(work, {"out/a": b"x"})
+    os.mkfifo(work / "out" / "pipe")
+    (work / "loop").symlink_to("loop")
+    (work / "dangling").symlink_to("nowhere")
+    pulled = pull(work, ["fifo", "out", "loop", "dangling"], target)
+    assert dict(pulled.refused)["fifo"] == "is neither a file nor a folder" and dict(pulled.refused)["out/pipe"] == "a FIFO"
+    assert "loop" in dict(pulled.refused) and pulled.missing == ["dangling"] and pulled.files == 1
+
+
+def test_an_output_that_cannot_be_read_is_refused_and_what_is_beside_it_comes(tmp_path):
+    for folder in (tmp_path, *tmp_path.parents):
+        if str(folder).startswith("/tmp/") and folder.stat().st_uid == os.geteuid():
+            folder.chmod(folder.stat().st_mode | 0o055)
+    tmp_path.chmod(0o777)
+
+    def check():
+        work = write_files(tmp_path / "mine", {"out/a": b"a", "out/closed/x": b"x", "out/secret": b"s", "out/z": b"z", "shut/x": b"x"})
+        for name in ("out/closed", "out/secret", "shut"):
+            (work / name).chmod(0)
+        target = tmp_path / "run" / "outputs"
+        target.parent.mkdir()
+        pulled = pull(work, ["out", "shut", "shut/x"], target)
+        assert {"out/closed", "out/secret", "shut"} <= {path for path, _ in pulled.refused}
+        assert all("Permission denied" in why for _, why in pulled.refused)
+        assert (target / "out" / "a").read_bytes() == b"a" and (target / "out" / "z").read_bytes() == b"z"
+        assert not (target / "out" / "secret").exists()
+
+    as_nobody(check)
+
+
+def test_no_workdir_means_that_all_outputs_are_missing(tmp_path):
+    assert found(tmp_path / "never", "a", "b/c") == ([], ["a", "b/c"], [])
+
+
+# ---- pull ------------------------------------------------------------------------------------------------------------------------
+
+def test_outputs_are_what_rsync_would_have_brought(tmp_path, work, target):
+    make_odd_tree(work / "out")
+    (work / "out" / "absolute").unlink()                     # leads out
+    pulled = pull(work, ["out"], target)
+    assert pulled.refused == [] and pulled.missing == []
+    (work / "out" / "closed").chmod(0o755)                   # folders stay writable to their owner here, so that they can be removed
+    (target / "out" / "closed").chmod(0o755)
+    theirs, ours = looks(work / "out"), looks(target / "out")
+    assert ours == {path: (mode.replace("0o101644", "0o100644").replace("0o102755", "0o100755"), *rest) for path, (mode, *rest) in theirs.items()}
+
+
+def test_a_second_pull_sends_nothing_that_is_here(work, target):
+    write_files(work, {"out/a": os.urandom(1 << 20), "out/b": b"b"})
+    pull(work, ["out"], target)
+    assert pull(work, ["out"], target) == (2, (1 << 20) + 1, [], [])
+    assert pull.stream.peer.written < 2000
+    (target / "out" / "b").write_bytes(b"touched here")
+    pull(work, ["out"], target)
+    assert (target / "out" / "b").read_bytes() == b"b"
+
+
+def test_a_pull_cut_anywhere_shows_only_whole_files_and_the_next_one_brings_the_rest(tmp_path, work):
+    write_files(work, {"out/a": b"a" * 50, "out/b/c": b"c" * 700, "out/d": b"d" * 200, "out/e": b""})
+    (work / "out" / "l").symlink_to("a")
+    (tmp_path / "all").mkdir()
+    pull(work, ["out", "none"], tmp_path / "all" / "outputs")
+    size, requests = pull.stream.peer.written, pull.stream.written
+    for cuts in [{"cut_answers": at} for at in range(0, size, 19)] + [{"cut": at} for at in range(0, requests, 17)]:
+        run = tmp_path / f"{next(iter(cuts))}-{next(iter(cuts.values()))}"
+        run.mkdir()
+        with pytest.raises(LinkError):
+            pull(work, ["out", "none"], run / "outputs", **cuts)
+        for path in (run / "outputs").rglob("*"):
+            if path.is_file():
+                assert path.read_bytes() == (work / path.relative_to(run / "outputs")).read_bytes(), cuts
+        assert os.listdir(run) in ([], ["outputs"])
+        assert pull(work, ["out", "none"], run / "outputs").missing == ["none"]
+        assert looks(run / "outputs" / "out") == looks(work / "out"), cuts
+        assert os.listdir(run) == ["outputs"]
+
+
+def test_a_large_output_goes_on_where_its_pull_broke_off(work, target):
+    write_files(work, {"large": random.Random(2).randbytes(8 << 20), "z": b"z"})
+    with pytest.raises(LinkError):
+        pull(work, ["large", "z"], target, cut_answers=6 << 20)
+    assert not (target / "large").exists()
+    seen = []
+    pull(work, ["large", "z"], target, progress=lambda *args: seen.append(args))
+    assert pull.stream.peer.written < 3 << 20 and seen[-1][:2] == ((8 << 20) + 1, (8 << 20) + 1)
+    assert (target / "large").read_bytes() == (work / "large").read_bytes() and os.listdir(target.parent) == ["outputs"]
+
+
+def test_the_part_of_an_output_that_was_damaged_is_noticed_and_the_next_pull_brings_it_whole(work, target):
+    write_files(work, {"large": random.Random(2).randbytes(8 << 20)})
+    with pytest.raises(LinkError):
+        pull(work, ["large"], target, cut_answers=6 << 20)
+    part, = (target.parent / ".incoming-outputs").iterdir()
+    with open(part, "r+b") as stream:
+        stream.write(b"zeros after a power loss")
+    with pytest.raises(TransferError, match="arrived broken"):
+        pull(work, ["large"], target)
+    assert not (target / "large").exists()
+    pull(work, ["large"], target)
+    assert (target / "large").read_bytes() == (work / "large").read_bytes()
+
+
+def test_a_pull_waits_for_the_end_of_the_run_and_tells_that_it_lives(work, target):
+    write_files(work, {"out": b"early"})
+    asked = []
+
+    def over(timeout_s):
+        asked.append(timeout_s)
+        if len(asked) == 3:
+            write_files(work, {"out": b"late"})
+        return len(asked) > 2
+
+    pull(work, ["out"], target, over=over)
+    assert (target / "out").read_bytes() == b"late" and len(asked) == 3
+
+
+def test_a_full_disk_here_is_named_with_free_and_needed_bytes_and_a_second_pull_completes(tmp_path, work, monkeypatch):
+    write_files(work, {f"out/f{number}": os.urandom(1 << 20) for number in range(8)})
+    with tiny_disk(tmp_path / "disk", "6m") as disk:
+        target = disk / "run" / "outputs"
+        target.parent.mkdir()
+        with pytest.raises(TransferError) as caught:
+            pull(work, ["out"], target)
+        assert str(target) in str(caught.value) and "8,388,608 bytes" in str(caught.value) and "still on the node" in str(caught.value)
+        really, lie = transfer.free_bytes, [1 << 30]
+        monkeypatch.setattr(transfer, "free_bytes", lambda path: lie.pop() if lie else really(path))     # another takes the room meanwhile
+        with pytest.raises(TransferError) as caught:
+            pull(work, ["out"], target)
+        text = str(caught.value)
+        assert "'out/f" in text and "No space left" in text and "free, needed are" in text and "still on the node" in text
+        assert os.listdir(target.parent) == ["outputs"]
+        here = [path for path in target.rglob("*") if path.is_file()]
+        assert 3 <= len(here) <= 6 and all(path.read_bytes() == (work / path.relative_to(target)).read_bytes() for path in here)
+        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        assert pull(work, ["out"], target).files == 8
+        assert pull.stream.peer.written < (9 - len(here)) << 20
+        assert looks(target / "out") == looks(work / "out")
+
+
+def test_thousands_of_outputs_need_few_open_files_on_either_side(tmp_path):
+    script = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+import test_pull as t
+from pathlib import Path
+work, run = Path({str(tmp_path)!r}) / "work", Path({str(tmp_path)!r}) / "run"
+run.mkdir()
+t.write_files(work, {{f"out/{{n // 500}}/{{n}}": b"%d" % n for n in range(4000)}})
+assert t.pull(work, ["out"], run / "outputs").files == 4000
+store = t.Store(str(Path({str(tmp_path)!r}) / "node"))
+assert t.push(store, run / "outputs").files == 4000
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100, cwd=ROOT)
+    assert looks(tmp_path / "run" / "outputs" / "out") == looks(tmp_path / "work" / "out")
+
+
+# ---- pull: a node that lies -------------------------------------------------------------------------------------------------------
+
+def node_says(tmp_path, entries, frames=(), declared=("out",), summary=None, missing=(), listing=None, error=(TransferError, WireError), target=None):
+    """The error of a pull from a node that answers with these; nothing outside the outputs folder may have changed."""
+    target = target or tmp_path / "run" / "outputs"
+    target.parent.mkdir(exist_ok=True)
+    write_files(tmp_path, {"victim/.bashrc": b"mine", "run/run.json": b"{}"})
+    before = {path: look for path, look in looks(tmp_path).items() if not path.startswith(("run/outputs", "run/.incoming"))}
+
+    def lies(channel, header):
+        list(channel.read_packed(b"L", 1 << 20))
+        channel.put({"entries": len(entries), "bytes": 0, "refused": []} if summary is None else summary)
+        channel.send_packed(b"M", (json.dumps(missing).encode(),))
+        if listing is None:
+            channel.send_packed(b"L", (b"".join(map(manifest._line, entries)).encode(),) if entries and isinstance(entries[0], str) else
+                                (manifest.encode(entries),))
+        else:
+            for kind, payload in listing:
+                channel.writer.frame(kind, payload)
+        for kind, payload in frames:
+            channel.writer.frame(kind, payload)
+        channel.writer.flush()
+        with contextlib.suppress(LinkError):
+            channel.frame()
+
+    with node(lies) as stream:
+        try:
+            with pytest.raises(error) as caught:
+                transfer.pull(stream, "run-1", list(declared), str(target), quiet)
+        finally:
+            stream.abort()
+    after = {path: look for path, look in looks(tmp_path).items() if not path.startswith(("run/outputs", "run/.incoming"))}
+    changed = {path for path in before | after if before.get(path, ())[::2] != after.get(path, ())[::2]}      # the times of folders move
+    assert changed == set()
+    assert not (target.parent / ".incoming-outputs").exists()
+    return str(caught.value)
+
+
+def out(name, kind="file", size=4, target=""):
+    return Entry(name, kind, 0o755, 1, size if kind == "file" else 0, "", target)
+
+
+SHA = hashlib.sha256(b"data").digest()
+DATA = [(b"D", b"data"), (b"E", SHA)]
+
+
+@pytest.mark.parametrize("entries, says", [
+    ([out("../victim/.bashrc")], "may not be used"),
+    ([out("/etc/cron.d/evil")], "may not be used"),
+    ([out("out", "dir"), out("out/../../victim/.bashrc")], "may not be used"),
+    ([out("out", "dir"), out("out/.")], "may not be used"),
+    ([out("out", "dir"), out("out//x")], "may not be used"),
+    ([out("other")], "not a declared output"),
+    ([out("outside")], "not a declared output"),
+    ([out("out", "link", target="../../victim"), out("out/.bashrc")], "no folder of the listing"),
+    ([out("out", "link", target="../../victim")], "leads out"),
+    ([out("out", "link", target="/etc/passwd")], "absolute"),
+    ([out("out", "dir"), out("out/a", "link", target="b/../../..")], "'..' behind a name"),
+    ([out("out", "dir"), out("out/a"), out("out/a")], "a second entry"),
+    ([out("out"), out("out/x")], "no folder of the listing"),
+    ([out("out", "file", size=1 << 62)], "no room here"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_a_name_that_an_evil_node_sends_is_refused_before_anything_is_written(tmp_path, entries, says):
+    assert says in node_says(tmp_path, entries, DATA * len(entries) + [(b"Z", b"")]).replace("the outputs have no room here", "no room here")
+    assert not list((tmp_path / "run" / "outputs").rglob("*"))
+
+
+@pytest.mark.parametrize("frames, says", [
+    ([(b"D", b"data and more"), (b"E", SHA), (b"Z", b"")], "longer than the node said"),
+    ([(b"D", b"dat"), (b"E", hashlib.sha256(b"dat").digest()), (b"Z", b"")], "arrived broken"),
+    ([(b"D", b"DATA"), (b"E", SHA), (b"Z", b"")], "arrived broken"),
+    ([(b"D", b"data"), (b"E", b""), (b"Z", b"")], "arrived broken"),
+    ([(b"S", b""), (b"Z", b"")], "isn't here and the node doesn't send it"),
+    ([(b"R", b""), *DATA, (b"Z", b"")], "which isn't here"),
+    ([(b"D", b"da"), (b"Z", b"")], "inside a file"),
+    ([*DATA, *DATA, (b"Z", b"")], "more outputs than were listed"),
+    ([(b"Z", b"")], "inside a file"),
+    ([(b"!", b"the node's own words")], "the node's own words"),
+    ([(b"?", b"")], "inside a file"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_contents_that_are_not_what_the_node_said_never_get_their_name(tmp_path, frames, says):
+    assert says in node_says(tmp_path, [out("out")], frames)
+    assert not [path for path in (tmp_path / "run" / "outputs").rglob("*") if path.read_bytes() != b"data"]
+
+
+@pytest.mark.parametrize("parts, says", [
+    ({"listing": [(b"L", b"[\"p\",420,1,0,\"\",\"out\"]\n"), (b"l", b"")]}, "compressed bytes that aren't"),
+    ({"listing": [(b"L", zlib.compress(b'["p",420,1,0,"","out"]\n')), (b"l", b"")]}, "neither a file nor"),      # a device, say
+    ({"listing": [(b"L", zlib.compress(b"x" * (1 << 20))), (b"l", b"")]}, "longer than"),
+    ({"summary": {"refused": "all"}}, "list of refused"),
+    ({"summary": {"refused": [["a"]]}}, "list of refused"),
+    ({"missing": ["never declared"]}, "nobody declared"),
+    ({"missing": {"a": 1}}, "nobody declared"),
+    ({"missing": [["out"]]}, "nobody declared"),
+])
+def test_an_answer_that_makes_no_sense_is_an_error(tmp_path, parts, says):
+    assert says in node_says(tmp_path, [out("out")], DATA + [(b"Z", b"")], **parts)
+
+
+def test_a_listing_that_unpacks_to_far_more_than_it_is_ends_with_an_error_and_takes_little_memory(tmp_path):
+    script = f"""
+import sys, zlib
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+import test_pull as t
+from pathlib import Path
+pack = zlib.compressobj(9)
+bomb = b"".join([pack.compress(bytes(1 << 20)) for _ in range(300)] + [pack.flush()])
+before = t.peak_mb()
+print(t.node_says(Path({str(tmp_path)!r}), [], listing=[(b"L", bomb[at:at + 500000]) for at in range(0, len(bomb), 500000)] + [(b"l", b"")]))
+pack = zlib.compressobj(9)
+bomb = b"".join([pack.compress(b"".join(t.manifest._line(t.out("out/%d" % (n * 1000 + m))).encode() for m in range(1000))) for n in range(3)] + [pack.flush()])
+t.manifest.MAX_ENTRIES = 2000
+print(t.node_says(Path({str(tmp_path)!r}), [], listing=[(b"L", t.zlib.compress(t.manifest._line(t.out("out", "dir")).encode() + t.zlib.decompress(bomb))), (b"l", b"")]))
+print(t.peak_mb() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=100, cwd=ROOT)
+    bomb, many, grown = done.stdout.decode().splitlines()
+    assert "longer than" in bomb and "more than 2000 entries" in many and int(grown) < 30
+
+
+def test_names_that_this_disk_cannot_tell_apart_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "folds", lambda folder: (True, True))
+    says = node_says(tmp_path, [out("out", "dir"), out("out/Model"), out("out/model")], DATA * 2 + [(b"Z", b"")])
+    assert "can't tell its name from" in says
+    says = node_says(tmp_path, [out("out", "dir"), out("out/é"), out("out/e\u0301")], DATA * 2 + [(b"Z", b"")])
+    assert "can't tell its name from" in says
+
+
+def test_a_link_of_an_earlier_pull_is_never_written_through(tmp_path, work, target):
+    write_files(work, {"out/folder/file": b"data", "out/plain": b"data"})
+    write_files(tmp_path, {"victim/file": b"mine"})
+    (target / "out").mkdir(parents=True)
+    (target / "out" / "folder").symlink_to(tmp_path / "victim")
+    (target / "out" / "plain").symlink_to(tmp_path / "victim" / "file")
+    pull(work, ["out"], target)
+    assert (tmp_path / "victim" / "file").read_bytes() == b"mine"
+    assert looks(target) == looks(work)
+
+
+def test_a_folder_where_an_output_file_or_link_belongs_is_an_error_that_names_it(work, target):
+    for kind in ("file", "link"):
+        name = f"out-{kind}"
+        write_files(work, {"data": b"data"})
+        os.link(work / "data", work / name) if kind == "file" else None
+        (work / "folder").mkdir(exist_ok=True)
+        if kind == "link":
+            (work / "folder" / "l").symlink_to("../data")
+        place = target / name if kind == "file" else target / "folder" / "l"
+        place.mkdir(parents=True)
+        with pytest.raises(TransferError, match=f"{place.name}' could not be written|could not be written below"):
+            pull(work, [name] if kind == "file" else ["folder"], target)
+        assert place.is_dir() and not place.is_symlink()
+
+
+def test_over_a_real_link_an_operator_that_gives_up_frees_the_node_at_once(tmp_path, work, iroh_pair):
+    write_files(work, {f"out/f{number:02}": os.urandom(1 << 20) for number in range(48)})
+    ended = threading.Event()
+
+    def serve(stream):
+        as_agent(stream, lambda channel, header: transfer.serve_pull(channel, header, str(work), lambda timeout_s: True))
+        ended.set()
+
+    opened = iroh_pair(serve)
+    with tiny_disk(tmp_path / "disk", "3m") as disk:
+        with pytest.raises(TransferError, match="no room here"):
+            transfer.pull(opened(), "run-1", ["out"], str(disk / "outputs"), quiet)
+        assert ended.wait(15)
