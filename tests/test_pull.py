@@ -9,15 +9,13 @@ import subprocess
 import sys
 import threading
 import zlib
-from pathlib import Path
 
 import pytest
 
 from gpurun import manifest, transfer
 from gpurun.errors import LinkError, TransferError, WireError
 from gpurun.manifest import Entry
-from gpurun.store import Store
-from streams import ROOT, as_agent, iroh_pair, listed, node, peak_mb, pull, push, quiet, store, target, work, write_files
+from streams import ROOT, as_agent, iroh_pair, node, peak_mb, pull, quiet, target, work, write_files
 from trees import as_nobody, looks, make_odd_tree, tiny_disk
 
 
@@ -219,7 +217,7 @@ def test_thousands_of_outputs_need_few_open_files_on_either_side(tmp_path):
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 sys.path[:0] = [{str(ROOT / "tests")!r}]
-import test_pull as t
+import streams as t
 from pathlib import Path
 work, run = Path({str(tmp_path)!r}) / "work", Path({str(tmp_path)!r}) / "run"
 run.mkdir()

@@ -10,11 +10,10 @@ import subprocess
 import sys
 import time
 import zlib
-from pathlib import Path
 
 import pytest
 
-from gpurun import manifest, store as store_module, transfer, workspace
+from gpurun import manifest, store as store_module, transfer
 from gpurun.errors import LinkError, TransferError, WireError, WorkspaceError
 from gpurun.manifest import Entry
 from gpurun.store import Store
