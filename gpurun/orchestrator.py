@@ -24,7 +24,7 @@ from gpurun.files import human_bytes, write_all
 from gpurun.link import Link
 from gpurun.messages import (
     TERMINAL, Busy, CollectOutputs, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeLost, NodeReady, OperatorStop, OutputsCollected,
-    Ping, Refused, RunJob, RunSetup, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
+    Ping, Pong, Refused, RunJob, RunSetup, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
 )
 from gpurun.provider import Node
 from gpurun.records import Record, RunFolder, utc_now
@@ -34,6 +34,7 @@ from gpurun.session import DIAL_S, Session, current, dial, reach
 TICK_S = 0.2
 PING_S = 2.0
 SUSPECT_S = 7.0               # silence that is worth a line: the answers to three pings are missing
+READ_SO_FAR = 0               # the number of the Ping whose Pong says that the node has read what was sent before it
 SILENT_S = 15.0               # nothing heard for so long: the link counts as broken, a new one is tried
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 REDEPLOY_AFTER = 2            # failed dials before SSH (or this machine) is asked to look after the agent
@@ -296,13 +297,13 @@ class Orchestrator:
 
     def _try_stop(self) -> None:
         """Before the node's first word the plan may be on its way: that word is waited for, so that nothing is left running. In its
-        queue our turn may just have come: whether it knows the run, its answer to StopJob tells."""
+        queue our turn may come at this moment, and the node has the plan: once it has read StopJob as well, we may go."""
         if self._taking_over:
             return                            # StopJob is with the node, and what it did is in its events
         if self._fsm.phase:
             self._step(OperatorStop(self._fsm.run_id))
         elif self._waiting:
-            self._say(StopJob(self._fsm.run_id))
+            self._say(StopJob(self._fsm.run_id), Ping(READ_SO_FAR))
 
     # ---- what the node says --------------------------------------------------------------------------------------------------
 
@@ -319,6 +320,8 @@ class Orchestrator:
             self._refusal(message)
         elif isinstance(message, NODE_EVENTS):
             self._observe(message)
+        elif isinstance(message, Pong) and message.number == READ_SO_FAR and self._waiting:
+            self._step(OperatorStop(self._fsm.run_id))
 
     def _observe(self, event: Any) -> None:
         try:
@@ -341,11 +344,8 @@ class Orchestrator:
     def _ready(self, event: NodeReady) -> None:
         self._record.node["facts"] = {name: event.facts.get(name) for name in ("hostname", "os", "arch", "python", "cpus", "gpus")}
         self._record.node_dir = f"{event.facts.get('node_dir', '~/.gpurun')}/runs/{self._fsm.run_id}"
-        if self._waiting:                     # what went with Hello was refused: the node was busy
+        if self._waiting:                     # the node has kept the plan that went with Hello
             self._waiting = False
-            plan = self._plan()
-            self._sent = {type(command).__name__ for command in plan}
-            self._say(*plan)
             self._start_transfers()
             if self._job.workdir is not None:
                 self._screen.phase("push", f"to {self._nodes[0].name}")
@@ -393,7 +393,7 @@ class Orchestrator:
 
     def _refusal(self, refused: Refused) -> None:
         """The commands that went with a Hello which wasn't granted are refused too: the answer to Hello has said it all."""
-        if self._stop_wanted and not self._fsm.phase and refused.of in ("Hello", "StopJob"):
+        if self._stop_wanted and not self._fsm.phase and refused.of == "Hello":
             self._step(OperatorStop(self._fsm.run_id))   # the node doesn't have the run, and we don't send it any more
         elif refused.of in ("", "Hello"):
             self._step(NodeFault(self._fsm.run_id, reason=f"the node refused: {refused.reason}"))
@@ -584,7 +584,7 @@ class Orchestrator:
                 self._screen.warn(f"nothing heard from {self._nodes[0].name} for {SUSPECT_S:g} s; the run goes on there")
             if now - self._pinged > PING_S:
                 self._pinged = now
-                self._say(Ping(int(now)))
+                self._say(Ping(1 + int(now)))
 
     def _broken(self, error: GpurunError) -> None:
         if isinstance(error, WireError):      # a new session would hear the same
