@@ -26,7 +26,8 @@ from iroh import iroh_ffi
 from gpurun.errors import LinkError, LinkTimeoutError, RefusedError
 from gpurun.files import TEMP_PREFIX, atomic_write
 
-READ_BYTES = 1 << 20          # asked for at once; iroh returns what has arrived, about 0.4 MB on a fast path
+READ_BYTES = 256 << 10        # asked for at once; iroh clears a buffer of this size first, and returns what has arrived, mostly less
+GATHER_S = 0.5                # what has come is handed over at least this often: on a slow link that is the sign of life
 WRITE_BYTES = 512 << 10       # the size of a write that a sender should aim for; below 128 KiB the cost per call shows
 WRITES_IN_FLIGHT = 2          # so that reading a file and sending the block before it overlap
 HANDSHAKE_S = 15.0            # on the accepting side: a peer that doesn't finish its handshake is let go
@@ -160,12 +161,10 @@ class Stream:
         self._reading: Optional["Future[bytes]"] = None
         self._writing: List["Future[None]"] = []
 
-    def read(self, timeout_s: float) -> bytes:
-        """What has arrived, at most 1 MiB; b"" at the end of the stream. LinkTimeoutError loses nothing: read again.
-
-        The next read is started at once, so that iroh works while the caller does.
-        """
-        future = self._reading or self._loop.start(self._recv.read(READ_BYTES))
+    def read(self, timeout_s: float, least: int = 1) -> bytes:
+        """What has arrived, at least `least` bytes of it as long as they keep coming; b"" at the end of the stream. LinkTimeoutError loses
+        nothing: read again."""
+        future = self._reading or self._loop.start(self._gather(least))
         self._reading = future
         try:
             data = future.result(timeout_s)
@@ -175,8 +174,17 @@ class Stream:
             raise LinkError(f"the stream to {self.connection.name} was given up") from None
         except iroh.IrohError as error:
             raise self.connection.broken(error) from None
-        self._reading = self._loop.start(self._recv.read(READ_BYTES)) if data else None
+        self._reading = None
         return data
+
+    async def _gather(self, least: int) -> bytes:
+        """Pieces of some 100 KB put together in here: handing each to another thread would cost more than decrypting it."""
+        parts = [await self._recv.read(READ_BYTES)]
+        size, until = len(parts[0]), self._loop.loop.time() + GATHER_S
+        while size < least and parts[-1] and self._loop.loop.time() < until:
+            parts.append(await self._recv.read(READ_BYTES))
+            size += len(parts[-1])
+        return b"".join(parts) if len(parts) > 1 else parts[0]
 
     def write(self, data: bytes, timeout_s: float) -> None:
         """Hands `data` over and waits while two writes are under way; an error of an earlier write is raised here or in `finish`."""

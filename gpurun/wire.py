@@ -167,9 +167,9 @@ class Reader:
         self._take(5)
         return kind, self._take(size)
 
-    def _receive(self, timeout_s: float) -> bool:
-        """Waits for more; False at the end of the stream."""
-        more = self._stream.read(timeout_s)
+    def _receive(self, timeout_s: float, least: int = 1) -> bool:
+        """Waits for more, `least` bytes at once where that is cheaper; False at the end of the stream."""
+        more = self._stream.read(timeout_s, least)
         if more:
             self._more.append(more)
             self._size += len(more)
@@ -178,7 +178,7 @@ class Reader:
     def _need(self, size: int, timeout_s: float) -> None:
         """Brings at least `size` bytes into the buffer."""
         while self._size < size:
-            if not self._receive(timeout_s):
+            if not self._receive(timeout_s, size - self._size):
                 raise LinkError("the other side ended the stream too early")
         if len(self._buffer) - self._at < size:
             self._join()

@@ -29,7 +29,7 @@ class Pipe:
         self.writes = self.written = 0
         self.cut = None
 
-    def read(self, timeout_s):
+    def read(self, timeout_s, least=1):
         with self.ready:
             if not self.ready.wait_for(lambda: self.parts or self.ended or self.broken, min(timeout_s, 20)):
                 raise LinkTimeoutError("nothing came")

@@ -27,7 +27,7 @@ class Pieces:
     def __init__(self, pieces: list[bytes | None]) -> None:
         self.pieces = list(pieces)
 
-    def read(self, timeout_s: float) -> bytes:
+    def read(self, timeout_s: float, least: int = 1) -> bytes:
         if not self.pieces:
             return b""
         piece = self.pieces.pop(0)
