@@ -584,7 +584,10 @@ class Orchestrator:
                 self._screen.warn(f"nothing heard from {self._nodes[0].name} for {SUSPECT_S:g} s; the run goes on there")
             if now - self._pinged > PING_S:
                 self._pinged = now
-                self._say(Ping(1 + int(now)))
+                if self._nodes[0].kind == "local" and self._nodes[0].cached_endpoint() is None:
+                    self._broken(LinkError("its agent has ended"))   # here that can be seen, long before QUIC's own time is up
+                else:
+                    self._say(Ping(1 + int(now)))
 
     def _broken(self, error: GpurunError) -> None:
         if isinstance(error, WireError):      # a new session would hear the same
