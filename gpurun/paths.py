@@ -1,6 +1,6 @@
 """Where gpurun keeps what is the operator's own: settings, keys and pins in one folder, what can be made again in another.
 
-Both are made private (0700) when they are first asked for.
+The second is made (0700) when it is first asked for. The first is made by who writes into it: `gpurun plan` looks and leaves no trace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gpurun.files import make_private_dir
 def config_dir() -> Path:
     """$GPURUN_CONFIG, else $XDG_CONFIG_HOME/gpurun, else ~/.config/gpurun: key, cluster.toml, known_hosts, nodes/."""
     own = os.environ.get("GPURUN_CONFIG")
-    return Path(make_private_dir(own or _xdg("XDG_CONFIG_HOME", "~/.config")))
+    return Path(own or _xdg("XDG_CONFIG_HOME", "~/.config"))
 
 
 def cache_dir() -> Path:

@@ -1,0 +1,254 @@
+"""The command line: what is typed, what is said, what is touched, what is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("run", "plan", "status", "logs", "stop", "doctor")
+
+
+def snapshot(*roots: Path) -> dict[str, tuple]:
+    """Every path below the roots with what a write would change."""
+    found = {}
+    for root in roots:
+        for path in [root, *root.rglob("*")]:
+            state = path.lstat()
+            found[str(path)] = (state.st_mode, state.st_size, state.st_mtime_ns)
+    return found
+
+
+def modules(here, *args, env=None) -> set[str]:
+    """What a gpurun command imports."""
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "gpurun", *map(str, args)], cwd=here.work, env=env or here.env,
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+def loaded(names: set[str], *packages: str) -> set[str]:
+    return {package for package in packages if any(name == package or name.startswith(package + ".") for name in names)}
+
+
+# ---- commands and options -----------------------------------------------------------------------------------------------------------------
+
+def test_a_job_file_alone_is_run(warm):
+    path = warm.job("echo hi; exit 3")
+    first, second = warm.gpurun(path), warm.gpurun("run", path)
+    assert first.returncode == second.returncode == 3 and first.stdout == second.stdout == b"hi\n"
+    assert warm.gpurun("--quiet", path).returncode == 3            # an option in front is run's as well
+
+
+def test_a_job_file_with_another_name(warm):
+    path = warm.job("echo hi", name="odd").rename(warm.work / "jobfile")
+    assert warm.gpurun(path).stdout == b"hi\n"
+
+
+@pytest.mark.parametrize("typed, near", [("statsu", "status"), ("log", "logs"), ("docter", "doctor")])
+def test_an_unknown_command_is_answered_with_the_nearest(here, typed, near):
+    done = here.gpurun(typed)
+    assert done.returncode == 2 and f"did you mean {near}?" in done.stderr.decode() and done.stdout == b""
+    assert all(command in done.stderr.decode() for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(here, command):
+    done = here.gpurun(command, "--help")
+    assert done.returncode == 0 and f"Example: gpurun {command}" in done.stdout.decode() and done.stderr == b""
+
+
+def test_help_names_every_command_and_shows_how_to_begin(here):
+    for option in ("--help", "-h"):
+        text = here.gpurun(option).stdout.decode()
+        assert "gpurun job.toml" in text and all(re.search(rf"^  {command}\b", text, re.M) for command in COMMANDS)
+    assert here.gpurun("--version").stdout.startswith(b"gpurun, version ")
+    assert not list(here.home.iterdir())
+
+
+@pytest.mark.parametrize("args", [["run"], ["run", "--nonsense"], ["job.toml", "--nope"], ["status", "a", "b"], ["logs"], ["plan", "job.toml", "--wait"],
+                                  ["run", "job.toml", "--node"], ["--cluster"]])
+def test_bad_options_exit_2_on_stderr(here, args):
+    here.job("true")
+    done = here.gpurun(*args)
+    assert done.returncode == 2 and done.stdout == b"" and done.stderr.startswith(b"gpurun: error: ") and not here.runs.exists()
+
+
+def test_gpurun_alone_shows_its_help(here):
+    done = here.gpurun()
+    assert b"gpurun job.toml" in done.stdout + done.stderr
+
+
+# ---- errors in the files ----------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("content, where, what", [
+    ('[job]\nname = "a"\nrun = "x\n', "job.toml:3:", ""),
+    ('[job]\nname = "a"\nrun = "true"\nrnu = 1\n', "job.toml:4:1", "run"),
+    ('[job]\nname = "a"\nrun = 3\n', "job.toml:3:", "run"),
+    ('[job]\nname = "a b"\nrun = "true"\n', "job.toml:2:", "name"),
+    ('[job]\nname = "a"\nrun = "true"\ngpu = "H100"\n', "job.toml:4:1", "cluster"),
+    ('[job]\nname = "a"\nrun = "true"\noutputs = ["../x"]\n', "job.toml:4:", ".."),
+    ('[job]\nname = "a"\nrun = "true"\nworkspace = { workdir = "missing" }\n', "job.toml:4:", "missing")])
+def test_errors_of_the_job_file_say_where_and_touch_nothing(here, content, where, what):
+    (here.work / "job.toml").write_text(content)
+    before = snapshot(here.folder)
+    for command in ([], ["run"], ["plan"]):
+        done = here.gpurun(*command, "job.toml")
+        assert done.returncode == 2 and done.stdout == b"" and where in done.stderr.decode() and what in done.stderr.decode()
+    done = here.gpurun("job.toml", "--json")
+    assert done.returncode == 2 and json.loads(done.stdout.splitlines()[-1])["type"] == "error" and where in done.stdout.decode()
+    assert snapshot(here.folder) == before
+
+
+@pytest.mark.parametrize("name", ["nothing.toml", "folder.toml"])
+def test_a_job_file_that_isnt_there(here, name):
+    (here.work / "folder.toml").mkdir()
+    done = here.gpurun(name)
+    assert done.returncode == 2 and name.encode() in done.stderr and not here.runs.exists()
+
+
+@pytest.mark.parametrize("kind", ["vastai", "slurm"])
+def test_kinds_of_later_are_not_yet(here, kind):
+    (here.work / "cluster.toml").write_text(f'[provider]\nkind = "{kind}"\n')
+    done = here.gpurun(here.job("true"))
+    assert done.returncode == 2 and kind.encode() in done.stderr and b"not " in done.stderr and b"cluster.toml" in done.stderr
+    assert not here.runs.exists()
+
+
+def test_an_external_job_is_not_yet(here):
+    path = here.job("true")
+    path.write_text(path.read_text() + '\n[external_job]\nruntime_budget = "long_compute"\n')
+    done = here.gpurun(path)
+    assert done.returncode == 2 and b"[external_job]" in done.stderr and b"not in this version yet" in done.stderr and not here.runs.exists()
+
+
+def test_a_node_that_the_cluster_hasnt_got(here):
+    (here.work / "cluster.toml").write_text('[provider]\nkind = "ssh"\n[[provider.hosts]]\nhost = "gpu1"\n')
+    done = here.gpurun(here.job("true"), "--node", "gpu2")
+    assert done.returncode == 2 and b"gpu1" in done.stderr and b"gpu2" in done.stderr and not here.runs.exists()
+
+
+# ---- plan ----------------------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def planned(here):
+    folder = here.work / "project"
+    path = here.job("python train.py\nsecond line", name="train", folder=folder, setup="pip install x", outputs=["m.json"], env={"TOKEN": "${SECRET}"},
+                    workspace={"workdir": ".", "exclude": ["*.tmp"]})
+    (folder / "data").mkdir()
+    (folder / "data/big.bin").write_bytes(b"x" * 5_000)
+    (folder / "a.tmp").write_text("no")
+    os.mkfifo(folder / "pipe")
+    here.env["SECRET"] = "value-of-it"
+    return path
+
+
+@pytest.mark.parametrize("kind", ["local", "ssh"])
+def test_plan_says_what_would_go_where_and_touches_nothing(here, planned, kind):
+    if kind == "ssh":
+        (planned.parent / "cluster.toml").write_text('[provider]\nkind = "ssh"\n[[provider.hosts]]\nhost = "me@gpu1:2222"\n')
+    before = snapshot(here.folder)
+    done = here.gpurun("plan", planned)
+    text = done.stdout.decode()
+    assert done.returncode == 0 and done.stderr == b""
+    assert all(word in text for word in ("train", "me@gpu1:2222" if kind == "ssh" else "this machine", "data", "*.tmp: 1 path", "pipe", "m.json", "TOKEN"))
+    assert "value-of-it" not in text
+    assert here.gpurun(planned, "--dry-run").stdout == done.stdout
+    plan = json.loads(here.gpurun("plan", planned, "--json").stdout)
+    assert plan["type"] == "plan" and plan["workspace"]["files"] == (3 if kind == "ssh" else 2) and plan["workspace"]["size_bytes"] > 5_000
+    assert plan["workspace"]["excluded"] == {"*.tmp": 1} and [skip["path"] for skip in plan["workspace"]["skipped"]] == ["pipe"]
+    assert plan["nodes"][0]["node"] == ("me@gpu1:2222" if kind == "ssh" else "local")
+    assert snapshot(here.folder) == before
+
+
+def test_plan_names_what_git_ignores_and_would_go(here):
+    folder = here.work / "repo"
+    path = here.job("true", folder=folder, workspace={"workdir": "."})
+    subprocess.run(["git", "init", "-q", str(folder)], check=True, env=here.env)
+    (folder / ".gitignore").write_text("secrets/\n")
+    (folder / "secrets").mkdir()
+    (folder / "secrets/key").write_text("k")
+    text = here.gpurun("plan", path).stdout.decode()
+    assert "git ignores 1" in text and "secrets" in text
+
+
+# ---- status ----------------------------------------------------------------------------------------------------------------------------------
+
+def test_status_lists_whole_broken_and_foreign_folders(here):
+    assert here.gpurun("status").returncode == 0 and not here.runs.exists()
+    here.gpurun(here.job("exit 3", name="failed"))
+    failed = here.latest.name
+    here.gpurun(here.job("echo 1 > x", name="fine", outputs=["x", "y"]))
+    fine = here.latest.name
+    (here.runs / "notes").mkdir()
+    broken = here.runs / "broken-20260101-000000-0000"
+    broken.mkdir()
+    (broken / "run.json").write_text('{"version": 1, "run')
+    newer = here.runs / "newer-20260101-000000-0000"
+    newer.mkdir()
+    (newer / "run.json").write_text('{"version": 99}')
+    done = here.gpurun("status")
+    lines = {line.split()[0]: line for line in done.stdout.decode().splitlines()}
+    assert done.returncode == 0 and set(lines) == {failed, fine, "notes", broken.name, newer.name}
+    assert "FAILED" in lines[failed] and "exited 3" in lines[failed] and "COMPLETED" in lines[fine]
+    assert "not a run" in lines["notes"] and "JSON" in lines[broken.name] and "99" in lines[newer.name]
+    objects = {item["run_id"]: item for item in map(json.loads, here.gpurun("status", "--json").stdout.splitlines())}
+    assert set(objects) == set(lines) and objects[failed]["exit_code"] == 3 and objects[broken.name]["problem"]
+    one = json.loads(here.gpurun("status", fine[:6], "--json").stdout)
+    assert (one["type"], one["state"], one["outputs"], one["missing"], one["driven"]) == ("run", "COMPLETED", ["x"], ["y"], False)
+    text = here.gpurun("status", "latest").stdout.decode()
+    assert fine in text and "missing    y" in text and str(here.latest) in text
+    for name in ("notes", broken.name, "nonsense"):
+        done = here.gpurun("status", name)
+        assert done.returncode == 2 and name.encode() in done.stderr
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------------------------------
+
+def test_doctor_on_this_machine(here):
+    done = here.gpurun("doctor")
+    text = done.stdout.decode()
+    assert done.returncode == 0 and "FAIL" not in text and "no agent runs yet" in text and not (here.node_dir / "agent").exists()
+    here.gpurun(here.job("true"))
+    checks = {check["name"]: check for check in map(json.loads, here.gpurun("doctor", "--json").stdout.splitlines())}
+    assert all(check["type"] == "check" for check in checks.values())
+    assert checks["iroh"]["ok"] and checks["iroh fast writes"]["ok"] and checks["key"]["ok"]
+    assert checks["node local"]["ok"] and "idle" in checks["node local"]["text"] and str(here.node_dir) in checks["node local"]["text"]
+
+
+def test_doctor_names_a_key_that_others_may_read(here):
+    here.gpurun(here.job("true"))
+    key = here.home / ".config/gpurun/key"
+    key.chmod(0o644)
+    done = here.gpurun("doctor")
+    assert done.returncode == 125 and f"chmod 600 {key}" in done.stdout.decode()
+
+
+def test_doctor_says_when_a_host_cant_be_reached(here):
+    (here.work / "cluster.toml").write_text('[provider]\nkind = "ssh"\n[[provider.hosts]]\nhost = "nobody@127.0.0.1:1"\n')
+    done = here.gpurun("doctor")
+    assert done.returncode == 125 and b"FAIL  node nobody@127.0.0.1:1" in done.stdout
+
+
+# ---- what is loaded --------------------------------------------------------------------------------------------------------------------------
+
+HEAVY = ("fabric", "paramiko", "invoke", "cryptography", "iroh", "pathspec", "asyncio")
+
+
+def test_light_commands_load_nothing_heavy(here):
+    assert not loaded(modules(here, "--help"), *HEAVY, "gpurun.config", "gpurun.orchestrator")
+    assert not loaded(modules(here, "--version"), *HEAVY)
+    assert not loaded(modules(here, "status"), *HEAVY)
+    assert not loaded(modules(here, "plan", here.job("true")), *HEAVY)
+    path = here.job("true", folder=here.work / "with", workspace={"workdir": "."})
+    assert loaded(modules(here, "plan", path), *HEAVY) <= {"pathspec"}   # that is what reads exclude
+
+
+def test_a_warm_run_loads_no_ssh(warm):
+    warm.gpurun(warm.job("true"))
+    assert not loaded(modules(warm, warm.job("true")), "fabric", "paramiko", "invoke", "cryptography", "gpurun.ssh")
