@@ -19,7 +19,7 @@ from typing import Any, Callable, Sequence
 
 from gpurun import __version__, fsm, manifest, transfer, workspace
 from gpurun.config import Cluster, Job
-from gpurun.errors import EXIT_STOPPED, GpurunError, LinkError, NodeBusyError, TransferError, WireError, WorkspaceError
+from gpurun.errors import EXIT_STOPPED, GpurunError, LinkError, NodeBusyError, RefusedError, TransferError, WireError, WorkspaceError
 from gpurun.files import human_bytes, write_all
 from gpurun.link import Link
 from gpurun.messages import (
@@ -37,6 +37,7 @@ SUSPECT_S = 7.0               # silence that is worth a line: the answers to thr
 READ_SO_FAR = 0               # the number of the Ping whose Pong says that the node has read what was sent before it
 SILENT_S = 15.0               # nothing heard for so long: the link counts as broken, a new one is tried
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
+REFUSALS = 2                  # by an agent that was told each time to take us
 REDEPLOY_AFTER = 2            # failed dials before SSH (or this machine) is asked to look after the agent
 AGAIN_S = 5.0                 # a transfer that lasted so long and broke is begun again; one that broke sooner takes the session with it
 LOGS_S = 60.0                 # for the rest of the logs once all else is done, counted from their last move
@@ -82,6 +83,7 @@ class Orchestrator:
         self._heard = self._log_moved = self._ended = time.monotonic()
         self._pinged = 0.0
         self._suspect = False                 # the silence was said
+        self._refusals = 0
         self._attempt = -1                    # -1: connected; else how often reconnecting has failed
         self._shown = ""                      # the phase that the screen is at
         self._round = 0                       # transfers of an earlier session or claim have an earlier number
@@ -595,7 +597,15 @@ class Orchestrator:
             return
         self._drop_session()
         self._attempt, self._suspect = 0, False
-        self._screen.warn(f"the connection to {self._nodes[0].name} broke ({error}); the run goes on there, connecting again")
+        if isinstance(error, RefusedError):   # its list of operators was lost; a deploy puts our key there
+            self._refusals += 1
+            if self._refusals > REFUSALS:
+                self._give_up(f"{error}; putting it there over SSH didn't help")
+                return
+            self._attempt = REDEPLOY_AFTER
+            self._screen.warn(f"{error}; putting it there again")
+        else:
+            self._screen.warn(f"the connection to {self._nodes[0].name} broke ({error}); the run goes on there, connecting again")
         threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
 
     def _drop_session(self) -> None:
