@@ -238,6 +238,8 @@ class Screen:
                 return
             seconds, moved = dict(result.get("seconds") or {}), result.get("bytes") or {}
             code, reason = result.get("exit_code"), printable(str(result.get("reason") or ""))
+            if reason.partition(":")[0] == f"exited {code}":   # said already
+                reason = reason.partition(":")[2].lstrip()
             total = seconds.pop("total", None)
             steps = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
             parts = [self._coloured(state, "32" if state == "COMPLETED" else "31") + ("" if code is None else f", exit code {code}")

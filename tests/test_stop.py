@@ -357,7 +357,7 @@ def test_stop_of_an_ended_run_says_so(warm):
     warm.gpurun(warm.job("exit 3"))
     before = warm.record()
     done = warm.gpurun("stop", "latest")
-    assert done.returncode == 0 and b"had ended already" in done.stderr and b"exited 3" in done.stderr and warm.record() == before
+    assert done.returncode == 0 and b"had ended already" in done.stderr and b"exit code 3" in done.stderr and warm.record() == before
     done = warm.gpurun("stop", "nonsense")
     assert done.returncode == 2 and b"nonsense" in done.stderr
 
@@ -387,21 +387,26 @@ def test_nohup_means_what_it_says(warm):
 # ---- killed agents -----------------------------------------------------------------------------------------------------------------------
 
 def test_a_killed_agent_costs_nothing(tmp_path, here):
-    """The agent is killed in the setup, in the job and in the collection, in three runs at the same time: each reconnects to a new agent,
+    """The agent is killed in the push, the setup, the job and the collection of four runs at the same time: each reconnects to a new agent,
     gets every byte of the logs once, and the job's own exit code."""
     from conftest import end_agents
     runs = {}
-    for name in ("setup", "run", "collect"):
+    for name in ("push", "setup", "run", "collect"):
         folder = here.work / name
         folder.mkdir()
+        if name == "push":
+            with open(folder / "big", "wb") as stream:
+                stream.truncate(600 << 20)
         step = "for i in $(seq 300); do echo $i; sleep 0.01; done"
-        script = {"setup": "echo job; exit 7", "run": f"{step}; echo end; exit 7", "collect": "truncate -s 600M big; echo end; exit 7"}[name]
-        keys = {"setup": f"{step}; echo set"} if name == "setup" else {}
+        script = {"push": "stat -c %s big; exit 7", "setup": "echo job; exit 7", "run": f"{step}; echo end; exit 7", "collect": "truncate -s 600M big; echo end; exit 7"}[name]
+        keys = {"setup": {"setup": f"{step}; echo set"}, "push": {"workspace": {"workdir": ".", "exclude": ["node"]}}}.get(name, {})
         path = here.job(script, name=name, folder=folder, outputs=["big"] if name == "collect" else ["none"], **keys)
         (folder / "cluster.toml").write_text(f'[provider]\nkind = "local"\nnode_dir = {toml(str(folder / "node"))}\n')
         runs[name] = (folder, Running(here, path, cwd=folder))
     for name, (folder, run) in runs.items():
-        run.until({"setup": "50", "run": "50", "collect": "collect: from local"}[name])
+        run.until({"push": "push: to local", "setup": "50", "run": "50", "collect": "collect: from local"}[name])
+        if name == "push":
+            eventually(lambda: json.loads((folder / "gpurun-runs/latest/run.json").read_text())["phase"] == "workspace")
         if name == "collect":
             eventually(lambda: list((folder / "gpurun-runs/latest").glob(".incoming*")))
         os.kill(here.agent(folder / "node")["pid"], signal.SIGKILL)
@@ -414,13 +419,24 @@ def test_a_killed_agent_costs_nothing(tmp_path, here):
             end_agents(folder)
         run.end()
         assert "connected to local again" in run.err
-        assert run.out == (latest / "stdout.log").read_text() == {"setup": "job\n", "run": counted + "end\n", "collect": "end\n"}[name]
+        assert run.out == (latest / "stdout.log").read_text() == {"push": f"{600 << 20}\n", "setup": "job\n", "run": counted + "end\n", "collect": "end\n"}[name]
         if name == "setup":
             assert (latest / "setup.log").read_text() == counted + "set\n"
         if name == "collect":
             assert (latest / "outputs/big").stat().st_size == 600 << 20
             (latest / "outputs/big").unlink()
         assert json.loads((latest / "run.json").read_text())["reason"] == "exited 7"
+
+
+def test_a_killed_agent_keeps_its_queue_and_a_stop_waits_for_its_return(here):
+    holder = Running(here, here.job("trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.02; done", name="holder"))
+    holder.until("up")
+    waiter = Running(here, here.job("echo mine", name="waiter"), "--wait")
+    waiter.until("is busy with holder-")
+    os.kill(here.agent()["pid"], signal.SIGKILL)
+    holder.until("broke")
+    assert holder.signal(signal.SIGINT).end() == 130 and "Ctrl-C again leaves" in holder.err and holder.out == "up\nbye\n"
+    assert waiter.end() == 0 and waiter.out == "mine\n"
 
 
 def test_a_killed_supervisor_is_a_fault_and_leaves_nothing(warm):
