@@ -360,7 +360,7 @@ def test_without_any_network_but_loopback(here):
     assert (done.returncode, done.stdout) == (0, b"alone\n"), text(done.stderr)
 
 
-def test_fifty_runs_on_one_agent_leave_nothing_behind(warm):
+def test_twenty_runs_on_one_agent_leave_nothing_behind(warm):
     path = warm.job("sleep 0.01 & true", name="many")
     warm.gpurun(path)
     pid = warm.agent()["pid"]
