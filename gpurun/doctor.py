@@ -52,7 +52,7 @@ def _check(name: str, ok: bool | None, text: str) -> dict[str, Any]:
 def _node(node: Node, link: Callable[[], Any], timeout_s: float, operator: str) -> dict[str, Any]:
     from gpurun.session import dial
     name = f"node {node.name}"
-    known = node.cached_endpoint()
+    known = node.known_endpoint()
     if known is None:
         if node.kind == "local":
             return _check(name, None, "no agent runs yet; the first run starts one")

@@ -41,6 +41,7 @@ class Endpoint:
     protocol: int
     relay: str | tuple[str, ...] = "disabled"
     relay_url: str = ""                       # the agent's home relay, where it has one
+    basis: str = ""                           # what `Node.basis` said when this was learned
     deployed_at: float = 0.0
     note: str = field(default="", compare=False)   # for the user, from the deploy that just happened; not kept
 
@@ -64,6 +65,15 @@ class Node:
         of another version; whoever connects finds out, and then calls `deploy`."""
         return load_endpoint(self.cache_file())
 
+    def basis(self) -> str:
+        """Changes when something does that decides which machine this is, or how its agent is to be reached. A few milliseconds."""
+        return ""
+
+    def known_endpoint(self) -> Endpoint | None:
+        """What was learned last, if it is still about the node that the settings mean now."""
+        known = self.cached_endpoint()
+        return known if known is not None and known.basis == self.basis() else None
+
     def deploy(self, say: Say, progress: Progress) -> Endpoint:
         """Make sure that an agent runs there, and learn its endpoint. Safe to repeat: what is there isn't sent again, an agent that
         runs goes on, and so does its job. Every wait has a bound. Raises DeployError, SSHError, HostKeyError; then nothing is cached anew
@@ -83,11 +93,12 @@ class Node:
     def cache_file(self) -> Path:
         return config_dir() / "nodes" / self._file
 
-    def learned(self, said: dict[str, Any], addresses: tuple[str, ...], say: Say) -> Endpoint:
-        """Keep what an agent said when it was started, by a way that proves who it is. Another id than before is right then, but said."""
+    def learned(self, said: dict[str, Any], addresses: tuple[str, ...], say: Say, basis: str = "") -> Endpoint:
+        """Keep what an agent said when it was started, by a way that proves who it is. Another id than before is right then, but said.
+        `basis`: from before the deploy, so that a change meanwhile isn't missed."""
         endpoint = Endpoint(node=self.name, agent_id=said["id"], addresses=tuple(dict.fromkeys(addresses)), agent=said["agent"],
                             version=said["version"], protocol=said["protocol"], relay=self.cluster.relay,
-                            relay_url=said.get("relay_url") or "", deployed_at=time.time(), note=str(said.get("note") or ""))
+                            relay_url=said.get("relay_url") or "", basis=basis, deployed_at=time.time(), note=str(said.get("note") or ""))
         before = load_endpoint(self.cache_file())
         if before and before.agent_id != endpoint.agent_id:
             say(f"{self.name}: its agent has a new identity, {endpoint.agent_id[:10]}… and no longer {before.agent_id[:10]}…")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import ipaddress
+import glob
+import hashlib
+import os
+import pwd
+import re
 from typing import TYPE_CHECKING, Any
 
 from gpurun.provider import Endpoint, Node, Progress, Say, operator_id, with_port
 
 if TYPE_CHECKING:
     from gpurun.config import Cluster, Host
+
+MAX_CONFIG_FILES = 200        # one that includes itself in ever new spellings ends too
 
 
 class SshNode(Node):
@@ -20,20 +26,51 @@ class SshNode(Node):
 
     def deploy(self, say: Say, progress: Progress, connect_within_s: float = 0.0) -> Endpoint:
         from gpurun import bootstrap, ssh   # the only place of the main job that loads Fabric
+        basis = self.basis()
         with ssh.Connection(self.host, say, connect_within_s) as connection:
             said = bootstrap.deploy(connection, self.cluster, operator_id(), say, progress)
             peer = connection.peer_ip()
         # The address that SSH reached is the likeliest; what the agent sees of itself may be behind NAT, or the better way inside one.
         ours = (with_port(peer, said["port"]),) if peer else ()
-        return self.learned(said, ours + tuple(one for one in said["addresses"] if peer_is_loopback(peer) or not is_loopback(one)), say)
+        near = bool(peer) and is_loopback(peer)
+        return self.learned(said, ours + tuple(one for one in said["addresses"] if near or not is_loopback(one.rpartition(":")[0])), say, basis)
+
+    def basis(self) -> str:
+        cluster = self.cluster
+        return hashlib.sha256(repr([cluster.udp_port, cluster.relay, cluster.python, _ssh_config()]).encode()).hexdigest()[:16]
 
     def describe(self) -> dict[str, Any]:
         return dict(super().describe(), host=self.host.text)
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
+def _ssh_config() -> list[tuple[str, bytes]]:
+    """Every file of the ssh config, with those that it includes: after an edit the alias may mean another machine, which only SSH knows."""
+    own = os.environ.get("GPURUN_SSH_CONFIG")
+    user = os.path.join(_home(), ".ssh")
+    todo, found = [own] if own else [os.path.join(user, "config"), "/etc/ssh/ssh_config"], {}
+    for path in todo:                        # it grows on the way
+        if path in found or len(found) > MAX_CONFIG_FILES:
+            continue
+        try:
+            with open(path, "rb") as stream:
+                found[path] = stream.read()
+        except OSError:
+            continue
+        for words in re.findall(rb"(?im)^[ \t]*include[ \t=]+(.+)$", found[path]):
+            base = "/etc/ssh" if path.startswith("/etc/ssh/") else user
+            for word in os.fsdecode(words).replace('"', " ").split():
+                todo += sorted(glob.glob(os.path.join(base, re.sub("^~(?=/)", _home(), word))))
+    return sorted(found.items())
 
 
-def peer_is_loopback(peer: str | None) -> bool:
-    return peer is not None and ipaddress.ip_address(peer).is_loopback
+def _home() -> str:
+    """Where OpenSSH looks: it asks the user database and not $HOME."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return os.path.expanduser("~")
+
+
+def is_loopback(ip: str) -> bool:
+    import ipaddress
+    return ipaddress.ip_address(ip.strip("[]")).is_loopback

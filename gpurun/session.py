@@ -84,7 +84,7 @@ def dial(link: Link, endpoint: Endpoint, inbox: "SimpleQueue[Any]", timeout_s: f
 
 def current(node: Node) -> Endpoint | None:
     """What is known of the node's agent, if that is an agent of this version; else deploying decides (a busy one is used as it is)."""
-    known = node.cached_endpoint()
+    known = node.known_endpoint()
     return known if known is not None and known.agent == agent_file().hash else None
 
 
