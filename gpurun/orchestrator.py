@@ -199,6 +199,8 @@ class Orchestrator:
             self._screen.warn(f"'{manifest.quote_name(skipped.path)}' doesn't go: it is {skipped.reason}")
         if len(found.skipped) > 10:
             self._screen.warn(f"{len(found.skipped) - 10} more sockets, FIFOs and devices don't go")
+        for name in found.crlf[:10]:
+            self._screen.warn(f"'{manifest.quote_name(name)}' has Windows line ends (CR LF): bash on the node will stumble over them")
 
     def _prepared(self, session: Session) -> None:
         """A first session with a node: claims it for this run."""
