@@ -378,8 +378,9 @@ def _print(text: str) -> None:
 
 def main() -> None:
     """The command `gpurun`."""
-    from gpurun.screen import claim_standard_fds
+    from gpurun.screen import claim_standard_fds, end_on_ctrl_c
     claim_standard_fds()
+    end_on_ctrl_c()
     sys.stdout.reconfigure(errors="backslashreplace")   # a name that this terminal can't show must not end the command
     code = 0
     try:

@@ -21,6 +21,7 @@ import codecs
 import json
 import os
 import select
+import signal
 import stat
 import sys
 import threading
@@ -29,6 +30,7 @@ import unicodedata
 from collections import deque
 from typing import Any, Callable
 
+from gpurun.errors import EXIT_STOPPED
 from gpurun.files import human_bytes
 
 REDRAW_S = 0.1          # the live line moves at most this often
@@ -53,6 +55,22 @@ def claim_standard_fds() -> None:
                 os.close(null)
             if fd and getattr(sys, ("stdout", "stderr")[fd - 1]) is None:   # Python found it closed when it started
                 setattr(sys, ("stdout", "stderr")[fd - 1], open(fd, "w", closefd=False))
+
+
+def end_on_ctrl_c() -> None:
+    """Ctrl-C ends this process at once, until a run takes the signal over. Python's own way is an exception in whatever line is at work:
+    in the middle of an import it is printed and lost, or becomes an error of another kind."""
+    restore = remember_terminal()
+
+    def end(_number: int, _frame: Any) -> None:
+        try:
+            restore()
+            if os.isatty(2):
+                os.write(2, ERASE)
+        finally:
+            os._exit(EXIT_STOPPED)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, end)
 
 
 def remember_terminal() -> Callable[[], None]:
