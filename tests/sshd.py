@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import getpass
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+PYENV = Path(f"~{getpass.getuser()}/.pyenv").expanduser()
 
 SERVER = """\
 Port {port}
@@ -52,9 +54,10 @@ def free_port() -> int:
 
 
 class Sshd:
-    def __init__(self, folder: Path, options: Sequence[str] = (), port: int = 0) -> None:
-        """`options`: lines for sshd_config that win over ours. No sftp subsystem: gpurun must not need one."""
-        self.folder, self.options, self.port = Path(folder), options, port or free_port()
+    def __init__(self, folder: Path, options: Sequence[str] = (), port: int = 0, hidden: Sequence[str] = ()) -> None:
+        """`options`: lines for sshd_config that win over ours. No sftp subsystem: gpurun must not need one. Where `own_home_possible`:
+        sessions don't have the programs in `hidden`, and have ~/.pyenv, where test machines keep their Pythons."""
+        self.folder, self.options, self.port, self.hidden = Path(folder), options, port or free_port(), hidden
         self.user = getpass.getuser()
         self.home = self.folder / "home"
         self.key = self.folder / "client_key"
@@ -64,6 +67,8 @@ class Sshd:
 
     def __enter__(self) -> Sshd:
         self.home.mkdir(parents=True, exist_ok=True)
+        if PYENV.is_dir():
+            (self.home / ".pyenv").mkdir(exist_ok=True)
         for name in ("host_key", "client_key"):
             if not (self.folder / name).exists():
                 keygen(self.folder / name)
@@ -77,7 +82,10 @@ class Sshd:
         self.config.write_text(self.config_for("node", StrictHostKeyChecking="yes"))
         argv = [SSHD, "-D", "-e", "-f", str(self.folder / "sshd_config")]
         if own_home_possible():
-            argv = ["unshare", "--mount", "sh", "-c", f'mount --bind "$0" ~{self.user} && exec "$@"', str(self.home), *argv]
+            mounts = " && ".join([*([f'mount --bind {shlex.quote(str(PYENV))} "$0"/.pyenv'] if PYENV.is_dir() else []),
+                                  f'mount --rbind "$0" ~{self.user}',
+                                  *(f"mount --bind /dev/null {shlex.quote(path)}" for path in self.hidden)])
+            argv = ["unshare", "--mount", "sh", "-c", f'{mounts} && exec "$@"', str(self.home), *argv]
         else:
             self.home = Path(f"~{self.user}").expanduser()
         if os.getuid() == 0:
@@ -120,6 +128,15 @@ class Sshd:
                  "IdentityAgent": "none", "UserKnownHostsFile": str(self.folder / "known_hosts"), "GlobalKnownHostsFile": "/dev/null"}
         words.update(options)
         return f"Host {alias}\n" + "".join(f"    {key} {value}\n" for key, value in words.items() if value)
+
+    def config_and(self, alias: str, **options: str) -> None:
+        """One more `Host` block in our ssh config file."""
+        self.config.write_text(self.config.read_text() + self.config_for(alias, **options))
+
+    @property
+    def connections(self) -> int:
+        """How many TCP connections there have been so far."""
+        return self.log.read_text(errors="replace").count("Connection from ")
 
     @property
     def logins(self) -> int:
