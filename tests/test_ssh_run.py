@@ -437,7 +437,6 @@ def test_of_several_hosts_the_first_that_can_be_had_runs_the_job(op, hosts, tmp_
 
 
 def test_a_run_through_a_jump_host(op, hosts):
-    hosts[1].config_and("hop")
     hosts[0].config.write_text(hosts[0].config.read_text() + hosts[0].config_for("inner", ProxyJump="hop") + hosts[1].config_for("hop"))
     cluster(op, "inner", node_dir=f"~/{op.there.name}")
     before = hosts[0].connections, hosts[1].connections
