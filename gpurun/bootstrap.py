@@ -250,7 +250,7 @@ def iroh_version() -> str:
 def iroh_zip(tag: str, say: Callable[[str], None]) -> Path:
     """A zip with the folder iroh/ for this platform: our own copy if it is that, else the wheel, fetched once."""
     version = iroh_version()
-    folder = Path(make_private_dir(cache_dir() / "iroh"))
+    folder = Path(make_private_dir(os.path.join(cache_dir(), "iroh")))
     own = folder / f"iroh-{version}-{tag}.zip"
     wheel = folder / f"iroh-{version}-py3-none-{tag}.whl"
     for path in (own, wheel):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any, Callable
 
 import click
@@ -295,7 +294,7 @@ def doctor(cluster: str | None, node: str | None, as_json: bool, job: str | None
     Example: gpurun doctor --cluster gpus.toml
     """
     from gpurun.doctor import checks
-    found = _cluster(cluster, Path(job).absolute().parent if job else Path.cwd())
+    found = _cluster(cluster, os.path.dirname(os.path.abspath(job)) if job else os.getcwd())
     worst = 0
     for check in checks(found, _nodes(found, node), LazyLink(found), STATUS_S, _operator()):
         if as_json:
@@ -321,7 +320,7 @@ class LazyLink:
                 from gpurun.link import Link, load_key
                 from gpurun.paths import config_dir
                 bind = "127.0.0.1:0" if self._cluster.kind == "local" else "0.0.0.0:0"
-                self._link = Link(load_key(str(config_dir() / "key")), bind, relay=self._cluster.relay)
+                self._link = Link(load_key(os.path.join(config_dir(), "key")), bind, relay=self._cluster.relay)
             return self._link
 
 
@@ -334,9 +333,9 @@ def _load(job: str, cluster: str | None, node: str | None) -> tuple[Any, Any, li
     return loaded, found, _nodes(found, node)
 
 
-def _cluster(option: str | None, folder: Path) -> Any:
+def _cluster(option: str | None, folder: str) -> Any:
     from gpurun import config
-    return config.load_cluster(config.find_cluster(option, folder, os.environ, Path.home()))
+    return config.load_cluster(config.find_cluster(option, folder, os.environ, os.path.expanduser("~")))
 
 
 def _nodes(cluster: Any, name: str | None) -> list[Any]:
@@ -352,7 +351,7 @@ def _cluster_of(record: Any, option: str | None) -> tuple[Any, list[Any]]:
     """The cluster and node that a run was given."""
     path = option or record.node.get("cluster")
     from gpurun import config
-    cluster = config.load_cluster(Path(path) if path else None)
+    cluster = config.load_cluster(path or None)
     return cluster, _nodes(cluster, record.node["name"])
 
 

@@ -1,7 +1,7 @@
 """The two files that a user writes, read strictly: the job file (what to do) and the cluster file (where).
 
     load_job(path, environ) -> Job                                     [job], and [external_job] kept as it is
-    find_cluster(option, job_folder, environ, home) -> Path or None    --cluster, $GPURUN_CLUSTER, beside the job, ~/.config/gpurun, none
+    find_cluster(option, job_folder, environ, home) -> path or None    --cluster, $GPURUN_CLUSTER, beside the job, ~/.config/gpurun, none
     load_cluster(path or None) -> Cluster                              None: this machine
     pick_host(cluster, name) -> Host or None                           what --node names
 
@@ -14,9 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, NamedTuple
 
 from gpurun.errors import ConfigError
 
@@ -49,24 +47,26 @@ _HINTS = {"workdir": 'it belongs in `workspace = { workdir = "." }`', "exclude":
           "command": "did you mean `run`?", "cmd": "did you mean `run`?"}
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job file, checked. `workdir` None: no workspace goes. `outputs` are normalised: no `./`, no trailing `/`, none within another."""
+class Job(NamedTuple):
+    """A job file, checked. Paths are absolute; `workdir` None: no workspace goes. `outputs` are normalised: no `./`, no trailing `/`, none within another."""
 
-    path: Path
-    folder: Path
+    path: str
+    folder: str
     name: str
     run: str
     setup: str = ""
-    workdir: Path | None = None
+    workdir: str | None = None
     exclude: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict, repr=False)
-    external_job: dict[str, Any] | None = field(default=None, repr=False)  # as it is in the file; nothing in it is checked here
+    env: dict[str, str] = {}
+    external_job: dict[str, Any] | None = None   # as it is in the file; nothing in it is checked here
+
+    def __repr__(self) -> str:
+        """Without the values of `env`."""
+        return f"Job({self.name!r}, {self.path!r})"
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """`text` as in the cluster file; `user` "" and `port` 0 are left to the ssh configuration. `hostname` may be an alias of it."""
 
     text: str
@@ -75,11 +75,10 @@ class Host:
     port: int = 0
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(NamedTuple):
     """A cluster file, checked. `relay`: "disabled", "n0" or URLs. `udp_port` 0: any. `python` "": what the probe finds."""
 
-    path: Path | None = None
+    path: str | None = None
     kind: str = "local"
     hosts: tuple[Host, ...] = ()
     relay: str | tuple[str, ...] = "disabled"
@@ -91,7 +90,7 @@ class Cluster:
 
 # ---- the job file ------------------------------------------------------------------------------------------------------------
 
-def load_job(path: str | Path, environ: Mapping[str, str]) -> Job:
+def load_job(path: str | os.PathLike[str], environ: Mapping[str, str]) -> Job:
     """`environ` is the operator's, for `${NAME}` in `env`. The job's folder is where the path as given lies, links not followed."""
     file = _Toml(path, "job file", "a table [job] with at least `name` and `run`")
     for key in file.data:
@@ -112,14 +111,20 @@ def load_job(path: str | Path, environ: Mapping[str, str]) -> Job:
     if not run.strip():
         raise file.error(("job", "run"), "is blank; it is the command that does the work, text for `bash -c`")
     setup = _command(file, job.get("setup", ""), ("job", "setup"))
-    path = Path(path).absolute()
-    workdir, exclude = _workspace(file, job["workspace"], path.parent) if "workspace" in job else (None, ())
+    path = _absolute(path)
+    workdir, exclude = _workspace(file, job["workspace"], os.path.dirname(path)) if "workspace" in job else (None, ())
     env = _env(file, job["env"], environ) if "env" in job else {}
     external = file.want(file.data["external_job"], dict, ("external_job",)) if "external_job" in file.data else None
     setup = setup if setup.strip() else ""
     if len(json.dumps([setup, run, env])) > MAX_PLAN_BYTES:
         raise file.error(("job",), f"setup, run and env are longer than {MAX_PLAN_BYTES:,} bytes together; put long text into a file")
-    return Job(path, path.parent, name, run, setup, workdir, exclude, _outputs(file, job.get("outputs", [])), env, external)
+    return Job(path, os.path.dirname(path), name, run, setup, workdir, exclude, _outputs(file, job.get("outputs", [])), env, external)
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """Not os.path.abspath: what `link/..` means isn't for us to guess."""
+    whole = os.path.join(os.getcwd(), os.fspath(path))
+    return "/" + "/".join(part for part in whole.split("/") if part not in ("", "."))
 
 
 def _unknown_in_job(file: _Toml, path: tuple, keys: tuple[str, ...], also: str) -> ConfigError:
@@ -137,7 +142,7 @@ def _command(file: _Toml, value: Any, path: tuple) -> str:
     return text
 
 
-def _workspace(file: _Toml, value: Any, folder: Path) -> tuple[Path, tuple[str, ...]]:
+def _workspace(file: _Toml, value: Any, folder: str) -> tuple[str, tuple[str, ...]]:
     path = ("job", "workspace", "workdir")
     table = file.table(value, path[:2], WORKSPACE_KEYS, needed=("workdir",))
     name = file.want(table["workdir"], str, path)
@@ -146,16 +151,16 @@ def _workspace(file: _Toml, value: Any, folder: Path) -> tuple[Path, tuple[str, 
     if name.startswith(("/", "~")):
         raise file.error(path, f'{_shown(name)} is not relative to the folder of the job file; '
                                'write it like "." or "../project" ("./~x" is a name with ~)')
-    workdir = folder / name
+    workdir = os.path.join(folder, *(part for part in name.split("/") if part not in ("", ".")))
     try:
-        if ".." in workdir.parts:
-            workdir = workdir.resolve()
-        found = workdir.is_dir()
+        if ".." in workdir.split("/"):                   # behind a link that isn't the folder above it by name
+            workdir = os.path.realpath(workdir, strict=True) if os.path.lexists(workdir) else workdir
+        found = os.path.isdir(workdir)
         exists = found or os.path.lexists(workdir)
     except (OSError, ValueError, RuntimeError):  # too long, not a name of this system, links in a circle
         found = exists = False
     if not found:
-        raise file.error(path, f"{_shown(str(workdir))} {'is not a folder' if exists else 'does not exist'}; "
+        raise file.error(path, f"{_shown(workdir)} {'is not a folder' if exists else 'does not exist'}; "
                                "it is relative to the folder of the job file")
     exclude = file.texts(table.get("exclude", []), path[:2] + ("exclude",))
     for index, pattern in enumerate(exclude):
@@ -210,31 +215,31 @@ def _env(file: _Toml, value: Any, environ: Mapping[str, str]) -> dict[str, str]:
 
 # ---- the cluster file ----------------------------------------------------------------------------------------------------------
 
-def find_cluster(option: str | Path | None, job_folder: Path, environ: Mapping[str, str], home: Path | None) -> Path | None:
+def find_cluster(option: str | None, job_folder: str, environ: Mapping[str, str], home: str | None) -> str | None:
     """The first there is; None is this machine. What a user named must exist: it is never passed over for the next one."""
-    if option is not None and not str(option):
+    if option == "":
         raise ConfigError("--cluster is empty; name a cluster file, or leave the option out")
     for named, by in ((option, "--cluster"), (environ.get("GPURUN_CLUSTER"), "$GPURUN_CLUSTER")):
         if named:  # a variable that is set but empty counts as not set
-            path = home / str(named)[2:] if home and str(named).startswith("~/") else Path(named)
+            path = os.path.join(home, named[2:]) if home and named.startswith("~/") else named
             if not os.path.lexists(path):
-                raise ConfigError(f"{by} names the cluster file {_shown(str(named))}, which does not exist; correct the path, or leave {by} out")
+                raise ConfigError(f"{by} names the cluster file {_shown(named)}, which does not exist; correct the path, or leave {by} out")
             return path
-    for folder in (Path(job_folder), _settings(environ, home)):
-        if folder and os.path.lexists(folder / CLUSTER_FILE):
-            return folder / CLUSTER_FILE
+    for folder in (job_folder, _settings(environ, home)):
+        if folder and os.path.lexists(os.path.join(folder, CLUSTER_FILE)):
+            return os.path.join(folder, CLUSTER_FILE)
     return None
 
 
-def _settings(environ: Mapping[str, str], home: Path | None) -> Path | None:
+def _settings(environ: Mapping[str, str], home: str | None) -> str | None:
     """Where `paths.config_dir` is, not made: looking for a cluster file leaves nothing behind."""
     xdg = environ.get("XDG_CONFIG_HOME") or ""
     if environ.get("GPURUN_CONFIG"):
-        return Path(environ["GPURUN_CONFIG"])
-    return Path(xdg) / "gpurun" if os.path.isabs(xdg) else home and Path(home) / ".config/gpurun"
+        return environ["GPURUN_CONFIG"]
+    return os.path.join(xdg, "gpurun") if os.path.isabs(xdg) else home and os.path.join(home, ".config/gpurun")
 
 
-def load_cluster(path: str | Path | None) -> Cluster:
+def load_cluster(path: str | os.PathLike[str] | None) -> Cluster:
     if path is None:
         return Cluster()
     file = _Toml(path, "cluster file", 'a table [provider] with `kind = "local"` or `kind = "ssh"`')
@@ -258,7 +263,7 @@ def load_cluster(path: str | Path | None) -> Cluster:
                        ("lost_after_s", _lost_after_s)):
         if key in table:
             options[key] = check(file, table[key], ("provider", key))
-    return Cluster(path=Path(path).absolute(), kind=kind, hosts=_hosts(file, table) if kind == "ssh" else (), **options)
+    return Cluster(path=_absolute(path), kind=kind, hosts=_hosts(file, table) if kind == "ssh" else (), **options)
 
 
 def pick_host(cluster: Cluster, name: str | None) -> Host | None:
@@ -375,7 +380,7 @@ def _lost_after_s(file: _Toml, value: Any, path: tuple) -> float:
 class _Toml:
     """One file: its values, the checks that they share, and errors that say where."""
 
-    def __init__(self, path: str | Path, what: str, needs: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], what: str, needs: str) -> None:
         self.name = str(path) if str(path).isprintable() else _shown(str(path))
         self.text = self._read(path, what)
         try:
@@ -387,7 +392,7 @@ class _Toml:
         if not self.data:
             raise self.error((), f"is empty; a {what} has {needs}")
 
-    def _read(self, path: str | Path, what: str) -> str:
+    def _read(self, path: str | os.PathLike[str], what: str) -> str:
         try:
             with open(path, "rb") as file:
                 raw = file.read(MAX_FILE_BYTES + 1)
@@ -450,8 +455,8 @@ class _Toml:
         return tuple(self.want(item, str, path + (index,)) for index, item in enumerate(self.want(value, list, path)))
 
 
-_TOKEN = re.compile(r'"""(?:\\.|[^\\])*?"""(?:"{0,2})' r"|'''.*?'''(?:'{0,2})" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'"
-                    r"|\#[^\n]*|[^\s\[\]{}=,.\"'\#]+|[\[\]{}=,.\n]", re.DOTALL)
+_TOKEN = (r'"""(?:\\.|[^\\])*?"""(?:"{0,2})' r"|'''.*?'''(?:'{0,2})" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'"
+                    r"|\#[^\n]*|[^\s\[\]{}=,.\"'\#]+|[\[\]{}=,.\n]")
 _DEPTH = 6  # deeper than any key that is checked; a dotted key may be long, and its prefixes longer
 
 
@@ -460,7 +465,7 @@ def _places(text: str) -> dict[tuple, int]:
 
     tomllib keeps no positions, and a search for `key =` by lines finds it in comments, strings and other tables too.
     """
-    tokens = [(match[0], match.start()) for match in _TOKEN.finditer(text) if match[0][0] != "#"] + [("\n", len(text))]
+    tokens = [(match[0], match.start()) for match in re.finditer(_TOKEN, text, re.DOTALL) if match[0][0] != "#"] + [("\n", len(text))]
     places: dict[tuple, int] = {}
     at = 0
 

@@ -29,7 +29,7 @@ def checks(cluster: Cluster, nodes: Sequence[Node], link: Callable[[], Any], tim
     except Exception as error:
         yield _check("iroh", False, f"can't be loaded: {error}. Install gpurun with a Python of 64 bits on glibc 2.28 or newer, macOS or Windows.")
         return
-    path = str(config_dir() / "key")
+    path = os.path.join(config_dir(), "key")
     try:
         yield _check("key", True, f"{path}, id {public_id(load_key(path))[:16]}…")
     except GpurunError as error:

@@ -489,7 +489,7 @@ def find_outputs(root: str, declared: Sequence[str]) -> Tuple[List[Output], List
 
 # Default-ignorable characters that HFS+ drops when it compares names (git's CVE-2014-9390 is about them).
 _IGNORABLE = dict.fromkeys([0x200c, 0x200d, 0x200e, 0x200f, 0xfeff] + list(range(0x202a, 0x202f)) + list(range(0x206a, 0x2070)))
-_WINDOWS = re.compile(r'[\x00-\x1f<>:"|?*\\]|[. ](?:/|$)|(?:^|/)(?:con|prn|aux|nul|conin\$|conout\$|com[0-9¹²³]|lpt[0-9¹²³])\s*(?:\.|/|$)', re.I)
+_WINDOWS = (r'[\x00-\x1f<>:"|?*\\]|[. ](?:/|$)|(?:^|/)(?:con|prn|aux|nul|conin\$|conout\$|com[0-9¹²³]|lpt[0-9¹²³])\s*(?:\.|/|$)')
 
 
 class Guard:
@@ -516,7 +516,7 @@ class Guard:
             self._refuse(path, "it is neither a file nor a folder nor a link")
         if not 0 <= entry.size < MAX_NUMBER:
             self._refuse(path, "its size can't be")
-        if self._windows and (_WINDOWS.search(path) or "\\" in entry.target or ":" in entry.target):
+        if self._windows and (re.search(_WINDOWS, path, re.I) or "\\" in entry.target or ":" in entry.target):
             self._refuse(path, "Windows gives this name another meaning")
         if not self._wanted(path, entry.kind == "dir"):
             self._refuse(path, "it is not a declared output")

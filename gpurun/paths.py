@@ -6,20 +6,19 @@ The second is made (0700) when it is first asked for. The first is made by who w
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from gpurun.files import make_private_dir
 
 
-def config_dir() -> Path:
+def config_dir() -> str:
     """$GPURUN_CONFIG, else $XDG_CONFIG_HOME/gpurun, else ~/.config/gpurun: key, cluster.toml, known_hosts, nodes/."""
     own = os.environ.get("GPURUN_CONFIG")
-    return Path(own or _xdg("XDG_CONFIG_HOME", "~/.config"))
+    return own or _xdg("XDG_CONFIG_HOME", "~/.config")
 
 
-def cache_dir() -> Path:
+def cache_dir() -> str:
     """$XDG_CACHE_HOME/gpurun, else ~/.cache/gpurun: agent files, packed iroh. May be deleted at any time."""
-    return Path(make_private_dir(_xdg("XDG_CACHE_HOME", "~/.cache")))
+    return make_private_dir(_xdg("XDG_CACHE_HOME", "~/.cache"))
 
 
 def _xdg(variable: str, default: str) -> str:

@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpurun.errors import RecordError
@@ -88,10 +87,11 @@ class Node:
 
     def forget(self) -> None:
         """Drop what was learned; the next use deploys."""
-        self.cache_file().unlink(missing_ok=True)
+        if os.path.lexists(self.cache_file()):
+            os.unlink(self.cache_file())
 
-    def cache_file(self) -> Path:
-        return config_dir() / "nodes" / self._file
+    def cache_file(self) -> str:
+        return os.path.join(config_dir(), "nodes", self._file)
 
     def learned(self, said: dict[str, Any], addresses: tuple[str, ...], say: Say, basis: str = "") -> Endpoint:
         """Keep what an agent said when it was started, by a way that proves who it is. Another id than before is right then, but said.
@@ -102,7 +102,7 @@ class Node:
         before = load_endpoint(self.cache_file())
         if before and before.agent_id != endpoint.agent_id:
             say(f"{self.name}: its agent has a new identity, {endpoint.agent_id[:10]}… and no longer {before.agent_id[:10]}…")
-        make_private_dir(self.cache_file().parent)
+        make_private_dir(os.path.dirname(self.cache_file()))
         record = dict(asdict(replace(endpoint, note="")), record=CACHE_VERSION, kind=self.kind, node_dir=self.cluster.node_dir)
         atomic_write(self.cache_file(), json.dumps(record, indent=1).encode())
         return endpoint
@@ -117,7 +117,7 @@ def nodes(cluster: Cluster) -> list[Node]:
     return [SshNode(host, cluster) for host in cluster.hosts]
 
 
-def load_endpoint(path: Path) -> Endpoint | None:
+def load_endpoint(path: str) -> Endpoint | None:
     """An endpoint that was kept; None if there is none, or none that this version can read: it can be learned again."""
     try:
         record = read_json(path) or {}
@@ -136,7 +136,7 @@ def load_endpoint(path: Path) -> Endpoint | None:
 def operator_id() -> str:
     """Our own id, which agents are told to serve; the key is made on first use."""
     from gpurun import link
-    return link.public_id(link.load_key(str(config_dir() / "key")))
+    return link.public_id(link.load_key(os.path.join(config_dir(), "key")))
 
 
 def with_port(ip: str, port: int) -> str:

@@ -244,7 +244,7 @@ class _HostKeys(paramiko.MissingHostKeyPolicy):
 
     def __init__(self, target: Target, say: Callable[[str], None]) -> None:
         self.target, self.say = target, say
-        self.pins = config_dir() / "known_hosts"
+        self.pins = Path(config_dir(), "known_hosts")
         # Who has set "check nothing, remember nothing" for a pool of hosts behind one name can't be served by a pin.
         self.forgetful = target.strict == "no" and all(path == os.devnull for path in target.user_known_hosts)
         paths = [*target.user_known_hosts, *target.global_known_hosts] + ([] if self.forgetful else [str(self.pins)])

@@ -15,7 +15,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import shutil
 import stat
 import threading
 import time
@@ -56,7 +55,7 @@ class Store:
         self._contents = make_private_dir(os.path.join(root, "cache", "contents"))
         self._trees = make_private_dir(os.path.join(root, "cache", "trees"))
         self._incoming = os.path.join(root, "cache", "incoming")
-        shutil.rmtree(self._incoming, ignore_errors=True)
+        remove_tree(self._incoming)
         make_private_dir(self._incoming)
         self._number = 0
         self._lock = threading.Lock()
@@ -369,6 +368,7 @@ class Incoming:
 
 def remove_tree(path: str) -> None:
     """Removes a folder and all below it, folders without write permission too; nothing when it isn't there."""
+    import shutil                                                # every run of an operator loads this file and removes no tree
     if os.path.islink(path):
         os.unlink(path)
         return

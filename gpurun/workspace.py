@@ -17,8 +17,7 @@ import os
 import string
 import subprocess
 import threading
-from dataclasses import dataclass, field
-from typing import Callable, Dict, FrozenSet, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from gpurun import manifest
 from gpurun.errors import ConfigError, WorkspaceError
@@ -48,8 +47,7 @@ _CLASSES = {
 _Part = Union[str, Callable[[str], object], None]
 
 
-@dataclass(frozen=True)
-class _Pattern:
+class _Pattern(NamedTuple):
     text: str
     negated: bool
     folders_only: bool
@@ -237,27 +235,25 @@ class Exclude:
 
 # ---- scan and survey -----------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Workspace:
+class Workspace(NamedTuple):
     entries: List[Entry]                # with hashes, in a listing's order
     skipped: List[Skipped]              # sockets, FIFOs, devices
     excluded_count: int                 # paths that a pattern left out; a folder counts once
     total_bytes: int
-    crlf: List[str] = field(default_factory=list)    # shell scripts whose first line ends in CR LF: bash on the node will stumble over them
+    crlf: List[str]    # shell scripts whose first line ends in CR LF: bash on the node will stumble over them
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """What `scan` would take, without a look into any file."""
 
-    files: int = 0                      # and links
-    folders: int = 0
-    total_bytes: int = 0
-    largest: List[Tuple[str, int, int]] = field(default_factory=list)          # top folders: name, bytes, files
-    excluded: Dict[str, int] = field(default_factory=dict)                     # pattern: paths that it left out
-    skipped: List[Skipped] = field(default_factory=list)
-    git_ignored: List[Tuple[str, int]] = field(default_factory=list)           # git ignores it, it would go: path, bytes; the largest
-    git_ignored_count: int = 0
+    files: int                          # and links
+    folders: int
+    total_bytes: int
+    largest: List[Tuple[str, int, int]]         # top folders: name, bytes, files
+    excluded: Dict[str, int]                    # pattern: paths that it left out
+    skipped: List[Skipped]
+    git_ignored: List[Tuple[str, int]]          # git ignores it, it would go: path, bytes; the largest
+    git_ignored_count: int
 
     @property
     def excluded_count(self) -> int:

@@ -422,9 +422,9 @@ def test_an_agent_with_a_new_identity_is_said_and_kept():
     assert said == [] and node.cached_endpoint().addresses == ("1.2.3.4:5",)
     node.learned({**GOOD, "id": "cd" * 32, "note": "x"}, ("1.2.3.4:6",), said.append)
     assert "new identity, cdcdcdcdcd… and no longer ababababab…" in said[0] and node.cached_endpoint().agent_id == "cd" * 32
-    assert node.cached_endpoint().note == "" and node.cache_file().stat().st_mode & 0o777 == 0o600
+    assert node.cached_endpoint().note == "" and os.stat(node.cache_file()).st_mode & 0o777 == 0o600
     for broken in (b"", b"[]", b"{}", b'{"record": 99}', b'{"record": 1}'):
-        node.cache_file().write_bytes(broken)
+        Path(node.cache_file()).write_bytes(broken)
         assert node.cached_endpoint() is None
     node.forget()
     node.forget()

@@ -55,26 +55,26 @@ outputs = ["metrics.jsonl", "final_metrics.json", "checkpoint_latest.pt"]
 env = { HF_TOKEN = "..." }
 """)
     assert load_job(path, {}) == Job(
-        path, tmp_path, "airfrans_smoke_01", "uv run remote-run smoke-train configs/aggressive_smoke.toml", "uv sync --no-dev",
-        tmp_path, ("/artifacts", "/.venv", "__pycache__"), ("metrics.jsonl", "final_metrics.json", "checkpoint_latest.pt"), {"HF_TOKEN": "..."})
+        str(path), str(tmp_path), "airfrans_smoke_01", "uv run remote-run smoke-train configs/aggressive_smoke.toml", "uv sync --no-dev",
+        str(tmp_path), ("/artifacts", "/.venv", "__pycache__"), ("metrics.jsonl", "final_metrics.json", "checkpoint_latest.pt"), {"HF_TOKEN": "..."})
 
 
 def test_name_and_run_are_enough(job, tmp_path):
-    assert job() == Job(tmp_path / "job.toml", tmp_path, "a", "true")
+    assert job() == Job(str(tmp_path / "job.toml"), str(tmp_path), "a", "true")
 
 
 def test_a_relative_path_of_a_job_file_gives_absolute_paths(write, tmp_path, monkeypatch):
     write(MINIMAL + 'workspace = { workdir = "." }')
     monkeypatch.chdir(tmp_path)
     loaded = load_job("job.toml", {})
-    assert (loaded.path, loaded.folder, loaded.workdir) == (tmp_path / "job.toml", tmp_path, tmp_path)
+    assert (loaded.path, loaded.folder, loaded.workdir) == (str(tmp_path / "job.toml"), str(tmp_path), str(tmp_path))
 
 
 def test_tables_may_be_written_with_headers_or_dotted_keys(write, tmp_path):
     for text in ('[job]\nname="a"\nrun="true"\n[job.workspace]\nworkdir="."\n[job.env]\nA="1"',
                  '[job]\nname="a"\nrun="true"\nworkspace.workdir="."\nenv.A="1"', 'job={name="a",run="true",workspace={workdir="."},env={A="1"}}'):
         loaded = load_job(write(text), {})
-        assert loaded.workdir == tmp_path and loaded.env == {"A": "1"}
+        assert loaded.workdir == str(tmp_path) and loaded.env == {"A": "1"}
 
 
 @pytest.mark.parametrize("name", ["a", "A-1_b.c", "0", "x" * 64])
@@ -123,13 +123,13 @@ def test_external_job_is_kept_as_it_is(job):
 def test_the_workdir_is_relative_to_the_job_file_and_may_lead_up(write, tmp_path):
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs/job.toml").write_text(MINIMAL + 'workspace = { workdir = ".." }')
-    assert load_job(tmp_path / "jobs/job.toml", {}).workdir == tmp_path.resolve()
+    assert load_job(tmp_path / "jobs/job.toml", {}).workdir == str(tmp_path.resolve())
 
 
 def test_the_workdir_may_be_a_link_to_a_folder(job, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    assert job('workspace = { workdir = "link" }').workdir == tmp_path / "link"
+    assert job('workspace = { workdir = "link" }').workdir == str(tmp_path / "link")
 
 
 @pytest.mark.parametrize("workdir, words", [
@@ -313,13 +313,14 @@ def test_the_cluster_file_is_the_option_then_the_variable_then_beside_the_job_th
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    env = {"GPURUN_CLUSTER": str(files[1])}
-    assert find_cluster(str(files[0]), folder, env, home) == files[0]
-    assert find_cluster(None, folder, env, home) == files[1]
-    assert find_cluster(None, folder, {"GPURUN_CLUSTER": "~/.config/gpurun/cluster.toml"}, home) == files[3]
-    assert find_cluster(None, folder, {"GPURUN_CLUSTER": ""}, home) == files[2]
+    one, two, beside, at_home = map(str, files)
+    home, folder, env = str(home), str(folder), {"GPURUN_CLUSTER": two}
+    assert find_cluster(one, folder, env, home) == one
+    assert find_cluster(None, folder, env, home) == two
+    assert find_cluster(None, folder, {"GPURUN_CLUSTER": "~/.config/gpurun/cluster.toml"}, home) == at_home
+    assert find_cluster(None, folder, {"GPURUN_CLUSTER": ""}, home) == beside
     files[2].unlink()
-    assert find_cluster(None, folder, {}, home) == files[3]
+    assert find_cluster(None, folder, {}, home) == at_home
     assert find_cluster(None, folder, {}, None) is None
     files[3].unlink()
     assert find_cluster(None, folder, {}, home) is None
@@ -327,10 +328,10 @@ def test_the_cluster_file_is_the_option_then_the_variable_then_beside_the_job_th
 
 def test_a_cluster_file_that_was_named_is_never_passed_over(tmp_path):
     (tmp_path / "cluster.toml").touch()
-    assert "--cluster names" in error_of(find_cluster, "gone.toml", tmp_path, {}, tmp_path)
-    assert "$GPURUN_CLUSTER names" in error_of(find_cluster, None, tmp_path, {"GPURUN_CLUSTER": "gone.toml"}, tmp_path)
-    assert "--cluster is empty" in error_of(find_cluster, "", tmp_path, {}, tmp_path)
-    assert "does not exist" in error_of(find_cluster, "a\0b", tmp_path, {}, tmp_path)
+    assert "--cluster names" in error_of(find_cluster, "gone.toml", str(tmp_path), {}, str(tmp_path))
+    assert "$GPURUN_CLUSTER names" in error_of(find_cluster, None, str(tmp_path), {"GPURUN_CLUSTER": "gone.toml"}, str(tmp_path))
+    assert "--cluster is empty" in error_of(find_cluster, "", str(tmp_path), {}, str(tmp_path))
+    assert "does not exist" in error_of(find_cluster, "a\0b", str(tmp_path), {}, str(tmp_path))
 
 
 def test_no_cluster_file_is_this_machine():
@@ -347,11 +348,11 @@ def test_every_key_of_an_ssh_cluster_is_read(cluster, tmp_path):
     loaded = cluster(SSH + 'relay = "n0"\nudp_port = 4433\npython = "python3.11"\nnode_dir = "/scratch/me/./gpurun/"\nlost_after_s = 60\n'
                      + ONE + '[[provider.hosts]]\nhost = "me@example.org:2222"\n')
     hosts = (Host("gpu1", "", "gpu1", 0), Host("me@example.org:2222", "me", "example.org", 2222))
-    assert loaded == Cluster(tmp_path / "cluster.toml", "ssh", hosts, "n0", 4433, "python3.11", "/scratch/me/gpurun", 60)
+    assert loaded == Cluster(str(tmp_path / "cluster.toml"), "ssh", hosts, "n0", 4433, "python3.11", "/scratch/me/gpurun", 60)
 
 
 def test_defaults_of_ssh(cluster, tmp_path):
-    assert cluster(SSH + ONE) == Cluster(tmp_path / "cluster.toml", "ssh", (Host("gpu1", "", "gpu1", 0),))
+    assert cluster(SSH + ONE) == Cluster(str(tmp_path / "cluster.toml"), "ssh", (Host("gpu1", "", "gpu1", 0),))
 
 
 @pytest.mark.parametrize("kind", ["vastai", "slurm"])
