@@ -46,7 +46,7 @@ def main() -> int:
     except OSError as error:
         record = {"fault": f"the command could not be started: {error.strerror or error}{_advice(error)}"}
     _write_record(path, json.dumps(record).encode("ascii"))
-    return 0
+    os._exit(0)               # the agent waits for our end, and there is nothing to unwind
 
 
 def _set_aside(path: str) -> None:
@@ -97,7 +97,7 @@ def _supervise(spec: Dict[str, Any]) -> Dict[str, Any]:
         else:
             status = _reap(child)
     seconds = time.monotonic() - started
-    left = descendants(os.getpid())
+    left = descendants(os.getpid()) if _has_children() else set()
     if left:
         _end(left, 0.0 if stopped else LEFTOVER_GRACE_S)
     return {"code": 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status),
@@ -154,6 +154,15 @@ def _reap(child: int) -> Optional[int]:
             return status
         if pid == child:
             status = ended
+
+
+def _has_children() -> bool:
+    """False: nothing is left below us, since what lost its parent has become our child. Cheaper than a look at all processes."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return True
+    except ChildProcessError:
+        return False
 
 
 def _end(pids: Set[int], grace_s: float, child: int = 0) -> Optional[int]:
