@@ -95,6 +95,7 @@ def run(job: str, cluster: str | None, node: str | None, runs_dir: str | None, a
         folder.try_lock()
         screen.say(f"run {folder.run_id}")
         from gpurun.orchestrator import Orchestrator
+        loaded_all()
         orchestrator = Orchestrator(loaded, found, nodes, LazyLink(found), folder, record, screen, wait=wait, operator=_operator())
         result = orchestrator.run()
     except GpurunError as error:
@@ -266,6 +267,7 @@ def stop(run_name: str, cluster: str | None, runs_dir: str | None, as_json: bool
     from gpurun.records import choose_runs_dir, find
     from gpurun.screen import Screen
     from gpurun.stopping import stop_run
+    loaded_all()
     folder = find(choose_runs_dir(runs_dir, os.environ), run_name)
     screen = Screen.choose(json=as_json, quiet=quiet)
 
@@ -306,6 +308,13 @@ def doctor(cluster: str | None, node: str | None, as_json: bool, job: str | None
 
 
 # ---- what several commands need ---------------------------------------------------------------------------------------------------
+
+def loaded_all() -> None:
+    """What lasts comes now: garbage is looked for again, and not among what was loaded."""
+    import gc
+    gc.freeze()
+    gc.enable()
+
 
 class LazyLink:
     """Makes this process's link when it is first needed: loading iroh takes a tenth of a second. Called from two threads."""
