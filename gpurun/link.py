@@ -284,17 +284,34 @@ class Link:
                  timeout_s: float = 10.0) -> None:
         """Binds UDP `bind`. `relay`: "disabled", "n0", or relay URLs. Raises LinkError when the port is taken."""
         self._loop = _running_loop()
-        if relay == "n0":
-            preset, mode = iroh.preset_n0(), iroh.RelayMode.default_mode()
-        elif relay == "disabled":
-            preset, mode = iroh.preset_minimal(), iroh.RelayMode.disabled()
-        else:
-            preset, mode = iroh.preset_minimal(), iroh.RelayMode.custom_from_urls(list(relay))
-        options = iroh.EndpointOptions(preset=preset, bind_addr=bind, secret_key=key, alpns=list(alpns), relay_mode=mode)
-        self._endpoint = self._loop.call(iroh.Endpoint.bind(options), timeout_s, f"binding UDP {bind}")
+        here_only = bind.startswith("127.")
+        try:
+            self._endpoint = self._bind(key, [bind, "[::1]:0"] if here_only else [bind], alpns, relay, timeout_s)
+        except LinkError:
+            if not here_only:
+                raise
+            self._endpoint = self._bind(key, [bind], alpns, relay, timeout_s)   # a machine without IPv6
         self.id = str(self._endpoint.id())
         self._streams = threading.BoundedSemaphore(STREAMS_AT_ONCE)
         self._serving: "set[asyncio.Task]" = set()
+
+    def _bind(self, key: bytes, sockets: Sequence[str], alpns: Sequence[bytes], relay: Any, timeout_s: float) -> Any:
+        """An endpoint on these sockets; a kind of IP that isn't among them gets one on every address."""
+        builder = iroh.EndpointBuilder()
+        if relay == "n0":
+            builder.apply_n0()
+            builder.relay_mode(iroh.RelayMode.default_mode())
+        else:
+            builder.apply_minimal()
+            builder.relay_mode(iroh.RelayMode.disabled() if relay == "disabled" else iroh.RelayMode.custom_from_urls(list(relay)))
+        builder.secret_key(key)
+        builder.alpns(list(alpns))
+        try:
+            for bound in sockets:
+                builder.bind_addr(bound)
+        except iroh.IrohError as error:
+            raise LinkError(f"binding UDP {sockets[0]}: {_explain(error)}") from None
+        return self._loop.call(builder.bind(), timeout_s, f"binding UDP {sockets[0]}")
 
     def addresses(self) -> List[str]:
         """The addresses, "ip:port", that this endpoint knows of itself."""

@@ -495,3 +495,12 @@ def test_a_list_of_operators_that_cannot_be_read_admits_nobody_and_stops_nothing
             stream.read(2.0)
     assert exchange(client.dial(second.id, [f"127.0.0.1:{second.port()}"], ALPN, WAIT_S), b"in") == b"in"
     second.close()
+
+
+def test_a_link_of_this_machine_listens_on_loopback_alone():
+    link = Link(os.urandom(32), "127.0.0.1:0")
+    try:
+        hosts = {bound.rpartition(":")[0] for bound in link._endpoint.bound_sockets()}
+        assert hosts == {"127.0.0.1", "[::1]"}
+    finally:
+        link.close()
