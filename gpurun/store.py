@@ -6,7 +6,10 @@
     runs/<run id>/work/        a run's workdir: copies (reflinks where the file system can), never links, so a job can't write into the cache
 
 A content's hash is checked before its name is given. It isn't synced to the disk one by one (2,000 small files would wait for 2,000
-syncs); instead a content that is older than the node's last boot is hashed again before it is used, and thrown away if it differs.
+syncs); instead what was verified gets a time of last use that nobody else gives a file: its nanosecond part is MARK_NS. A content is
+trusted unseen only with that mark, with its size, and when it isn't older than the node's last boot. Any write to it changes the time.
+All others are hashed before they are used: marked anew, or thrown away and asked for again. (A file system that keeps no fractions of
+a second so hashes them each time.) A listing is hashed whenever a run begins. What of cache/ is missing is made again when it's needed.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ QUIET_S = 600.0                 # nothing is trimmed that soon after a push: wha
 KEEP_PARTIALS = 4
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESUME_BYTES = 4 << 20          # what broke off below this size is sent again whole
+MARK_NS = 271828000             # whole microseconds: there are file systems that keep no more
+SECOND_NS = 10 ** 9
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -63,12 +68,12 @@ class Store:
         self._users = 0
         self._reflink = True
         self._partials: Dict[str, Incoming] = {}
-        self._known: Dict[str, float] = {}
+        self._known: Dict[str, Tuple[float, int, int]] = {}     # tree: when it was found whole, its listing's mtime and size
         self._touched = -QUIET_S
-        self._booted_ns = self._mark_boot()
+        self._booted = self._mark_boot()
 
     def _mark_boot(self) -> int:
-        """The time, by this file system's clock, before which contents are not trusted unseen."""
+        """The time, in whole seconds, before which contents are not trusted unseen."""
         mark, boot_id = os.path.join(self.root, "cache", "boot"), _boot_id()
         try:
             with open(mark) as stream:
@@ -76,8 +81,10 @@ class Store:
         except OSError:
             known = None
         if known != boot_id or not boot_id:
+            make_private_dir(os.path.dirname(mark))
             atomic_write(mark, boot_id.encode())
-        return os.stat(mark).st_mtime_ns
+            os.utime(mark, ns=(time.time_ns(), time.time_ns()))  # by the clock that the contents get their time from, not a file server's
+        return os.stat(mark).st_mtime_ns // SECOND_NS
 
     # ---- contents ------------------------------------------------------------------------------------------------------
 
@@ -90,18 +97,21 @@ class Store:
         try:
             found = os.stat(path)
             whole = found.st_size == size
-            if whole and found.st_mtime_ns < self._booted_ns:
+            if whole and not self._trusted(found):
                 whole = manifest.hash_file(path)[0] == sha256
-                os.utime(path)
+                if whole:
+                    _mark_verified(path)
             elif whole and time.time() - found.st_mtime > USED_EVERY_S:
-                os.utime(path)
+                _mark_verified(path)
             if not whole:
                 os.unlink(path)
             return whole
-        except FileNotFoundError:
-            return False
         except (OSError, WorkspaceError):
-            return False            # a bad block, say: it is sent again, and replaced
+            return False            # not here, or a bad block, say: it is sent again, and replaced
+
+    def _trusted(self, found: os.stat_result) -> bool:
+        """Whether nobody but us has touched it since it was verified, and no power loss lies between."""
+        return found.st_mtime_ns % SECOND_NS == MARK_NS and found.st_mtime_ns // SECOND_NS >= self._booted
 
     def lacks(self, entries: Iterable[manifest.Entry]) -> Iterator[Tuple[int, manifest.Entry]]:
         """(index, entry) of those whose contents have to be sent: each content once, none for empty files."""
@@ -116,7 +126,12 @@ class Store:
         with self._lock:
             self._touched = time.monotonic()
             self._number += 1
-            return Incoming(self, os.path.join(self._incoming, str(self._number)))
+            path = os.path.join(self._incoming, str(self._number))
+            try:
+                return Incoming(self, path)
+            except FileNotFoundError:           # somebody emptied the cache under us
+                make_private_dir(self._incoming)
+                return Incoming(self, path)
 
     def take_partial(self, sha256: str) -> Optional["Incoming"]:
         """A content where its push broke off; the caller keeps, drops or gives it back."""
@@ -142,22 +157,33 @@ class Store:
     def tree(self, tree_id: str) -> Optional["Tree"]:
         """The entries of a tree if all of it is here; None when something has to be sent."""
         tree = Tree(os.path.join(self._trees, tree_id))
-        with self._lock:
-            self._touched = time.monotonic()
-            if self._touched - self._known.get(tree_id, -KNOWN_S) < KNOWN_S:
-                return tree
         try:
+            found = os.stat(tree.path)
+            with self._lock:
+                self._touched = time.monotonic()
+                since, mtime_ns, size = self._known.get(tree_id, (-KNOWN_S, 0, 0))
+                if self._touched - since < KNOWN_S and (found.st_mtime_ns, found.st_size) == (mtime_ns, size):
+                    return tree
             if not tree.is_whole(tree_id):
                 os.unlink(tree.path)
                 return None
             if any(True for _ in self.lacks(tree)):
                 return None
             os.utime(tree.path)
-        except FileNotFoundError:
+            self._knows(tree)
+        except OSError:                         # not here, or it can't be read: it is sent again
             return None
-        with self._lock:
-            self._known = {tree_id: time.monotonic()}
         return tree
+
+    def _knows(self, tree: "Tree") -> None:
+        found = os.stat(tree.path)
+        with self._lock:
+            self._known = {os.path.basename(tree.path): (time.monotonic(), found.st_mtime_ns, found.st_size)}
+
+    def forget(self) -> None:
+        """A run begins: its tree is looked at anew, whatever an earlier run has found."""
+        with self._lock:
+            self._known = {}
 
     def check_room(self, needed_bytes: int, what: str) -> None:
         """Raises TransferError unless the disk has room for `needed_bytes` more."""
@@ -172,15 +198,16 @@ class Store:
         """Makes `workdir` from the entries, whole or not at all; (files, bytes). Replaces what an earlier try left there and beside it."""
         with self._in_use:
             self._users += 1
-        fresh, made = workdir + ".new", [0, 0]
+        fresh, made, done = workdir + ".new", [0, 0], False
         try:
             remove_tree(fresh)
             self._fill(entries, fresh, made)
             remove_tree(workdir)
             os.rename(fresh, workdir)
+            done = True
             return made[0], made[1]
         except OSError as error:
-            free, self._known = free_bytes(self.root), {}
+            free = free_bytes(self.root)
             needed = sum(entry.size for entry in entries) - made[1] if error.errno in FULL else 0
             remove_tree(fresh)
             raise TransferError(f"the workspace could not be written to {workdir} on the node: {error.strerror or error}"
@@ -193,6 +220,8 @@ class Store:
         finally:
             with self._in_use:
                 self._users -= 1
+            if not done:
+                self.forget()
 
     def _fill(self, entries: Iterable[manifest.Entry], fresh: str, made: List[int]) -> None:
         os.mkdir(fresh, 0o700)
@@ -216,6 +245,10 @@ class Store:
             if entry.size:
                 source = os.open(self._path(entry.sha256), os.O_RDONLY | os.O_CLOEXEC)
                 try:
+                    found = os.fstat(source)    # it may have changed since it was asked for
+                    if not (found.st_size == entry.size and self._trusted(found)) and not self.has(entry.sha256, entry.size):
+                        raise FileNotFoundError(errno.ENOENT, "a content of the node's cache was damaged and is thrown away; run again",
+                                                self._path(entry.sha256))
                     self._copy_bytes(source, target, entry.size)
                 finally:
                     os.close(source)
@@ -268,7 +301,7 @@ class Store:
                 if kept.hour == last and kept.size <= spared:
                     spared -= kept.size
                 elif kept.hour <= last:
-                    os.unlink(kept.path)
+                    _unlink(kept.path)
                     removed += kept.size
             return removed
 
@@ -277,7 +310,10 @@ class Store:
             for folder, _, names in os.walk(top):
                 for name in names:
                     path = os.path.join(folder, name)
-                    state = os.lstat(path)
+                    try:
+                        state = os.lstat(path)
+                    except FileNotFoundError:
+                        continue
                     yield _Kept(int(state.st_mtime // 3600), state.st_size, path)
 
 
@@ -333,6 +369,9 @@ class Incoming:
         if self.sha256() != sha256 or self.size != size:
             self.drop()
             return False
+        self._close()
+        os.chmod(self._path, 0o400)
+        _mark_verified(self._path)
         self._place(self._store._path(sha256))
         return True
 
@@ -340,9 +379,9 @@ class Incoming:
         """Ends a listing that `manifest.decode` has passed, once all of its contents are here."""
         tree_id = self.sha256()
         os.fsync(self._fd)
-        self._place(os.path.join(self._store._trees, tree_id))
-        with self._store._lock:
-            self._store._known = {tree_id: time.monotonic()}
+        place = os.path.join(self._store._trees, tree_id)
+        self._place(place)
+        self._store._knows(Tree(place))
 
     def _place(self, place: str) -> None:
         self._close()
@@ -355,15 +394,25 @@ class Incoming:
     def drop(self) -> None:
         """Ends it and leaves nothing; may come after all else."""
         self._close()
-        try:
-            os.unlink(self._path)
-        except FileNotFoundError:
-            pass
+        _unlink(self._path)
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _mark_verified(path: str) -> None:
+    """Sets its time of last use, with our mark: in whole seconds now."""
+    now = int(time.time()) * SECOND_NS + MARK_NS
+    os.utime(path, ns=(now, now))
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
 
 
 def remove_tree(path: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpurun import manifest, store as store_module
-from gpurun.errors import TransferError
+from gpurun.errors import TransferError, WireError
 from gpurun.store import Store, remove_tree
 from trees import as_nobody, looks, make_odd_tree, rsync_differences, tiny_disk
 
@@ -40,6 +40,19 @@ def fill(store, root):
     listing.write(manifest.encode(entries))
     listing.keep_tree()
     return entries, manifest.tree_id(manifest.encode(entries))
+
+
+def stamp(path, seconds_ago):
+    """As if it had been verified then."""
+    os.utime(path, ns=(1, (int(time.time()) - seconds_ago) * 10 ** 9 + store_module.MARK_NS))
+
+
+@pytest.fixture
+def hashed_paths(monkeypatch):
+    """What is hashed from here on."""
+    paths, hash_file = [], manifest.hash_file
+    monkeypatch.setattr(manifest, "hash_file", lambda path: paths.append(path) or hash_file(path))
+    return paths
 
 
 def leftovers(store):
@@ -95,27 +108,92 @@ def test_a_content_damaged_by_a_power_loss_is_thrown_away_after_the_boot_and_ask
     bad.write_bytes(b"zeros after")
     assert len(b"fine before") == len(b"zeros after")
     for path, seconds_ago in ((good, 10), (bad, 10), (Path(store.root, "cache", "boot"), 60)):
-        os.utime(path, ns=(1, time.time_ns() - seconds_ago * 10 ** 9))
+        stamp(path, seconds_ago)                     # the damage is below the file system: it keeps the time
     entries = [manifest.Entry("a", "file", 0o644, 1, 4, sha(b"good")), manifest.Entry("b", "file", 0o644, 1, 11, sha(b"fine before"))]
     assert [index for index, _ in reboot(store, monkeypatch, "first").lacks(entries)] == []         # only the agent was started again
     assert [index for index, _ in reboot(store, monkeypatch, "second").lacks(entries)] == [1]
     assert good.exists() and not bad.exists()
 
 
-def test_contents_are_hashed_once_after_a_boot_and_not_each_time(store, monkeypatch):
-    os.utime(put(store, b"good"), ns=(1, time.time_ns() - 10 ** 9))
+def test_contents_are_hashed_once_after_a_boot_and_not_each_time(store, monkeypatch, hashed_paths):
+    stamp(put(store, b"good"), 2)
     store = reboot(store, monkeypatch, "another")
-    hashed_paths = []
-    hash_file = manifest.hash_file
-    monkeypatch.setattr(manifest, "hash_file", lambda path: hashed_paths.append(path) or hash_file(path))
     assert store.has(sha(b"good"), 4) and store.has(sha(b"good"), 4)
     assert len(hashed_paths) == 1
+
+
+def test_what_arrived_is_used_without_being_hashed_again_however_old_it_is(store, tmp_path, hashed_paths):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "f").write_bytes(b"x" * 5000)
+    entries, tree_id = fill(store, tmp_path / "tree")
+    hashed_paths.clear()
+    stamp(Path(store.root, "cache", "boot"), 10 ** 6)
+    for again in (Store(store.root), Store(store.root)):
+        stamp(store._path(sha(b"x" * 5000)), 10 ** 5)                # long not used: its time is refreshed, with the mark
+        again.forget()
+        for number in range(2):
+            again.materialize(again.tree(tree_id), str(tmp_path / "work"))
+    assert hashed_paths == []
+    assert time.time() - os.stat(store._path(sha(b"x" * 5000))).st_mtime < 60
+
+
+@pytest.mark.parametrize("before", ["it is asked for", "it is copied"])
+def test_a_content_that_somebody_changed_never_reaches_a_job_and_is_asked_for_again(store, tmp_path, before):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "f").write_bytes(b"good bytes")
+    entries, tree_id = fill(store, tmp_path / "tree")
+    path = Path(store._path(sha(b"good bytes")))
+    path.chmod(0o600)
+    path.write_bytes(b"evil bytes")
+    if before == "it is copied":                                     # found whole just now
+        with pytest.raises(TransferError, match="damaged and is thrown away; run again"):
+            store.materialize(store.tree(tree_id), str(tmp_path / "work"))
+        assert not (tmp_path / "work").exists()
+    else:
+        store.forget()                                               # as a new run does
+    assert store.tree(tree_id) is None and not path.exists()
+    assert [index for index, _ in store.lacks(entries)] == [0]
+    put(store, b"good bytes")
+    store.materialize(store.tree(tree_id), str(tmp_path / "work"))
+    assert (tmp_path / "work" / "f").read_bytes() == b"good bytes"
+
+
+def test_a_content_that_was_only_touched_is_hashed_once_and_stays(store, hashed_paths):
+    os.utime(put(store, b"good"))
+    assert store.has(sha(b"good"), 4) and store.has(sha(b"good"), 4) and len(hashed_paths) == 1
+
+
+def test_a_file_system_that_keeps_no_fractions_of_a_second_hashes_each_time(store, monkeypatch, hashed_paths):
+    utime = os.utime
+    monkeypatch.setattr(os, "utime", lambda path, ns: utime(path, ns=tuple(one // 10 ** 9 * 10 ** 9 for one in ns)))
+    path = put(store, b"good")
+    assert store.has(sha(b"good"), 4) and store.has(sha(b"good"), 4) and len(hashed_paths) == 2
+    path.chmod(0o600)
+    path.write_bytes(b"evil")
+    assert not store.has(sha(b"good"), 4)
+
+
+def test_contents_are_read_only(store):
+    assert put(store, b"good").stat().st_mode & 0o777 == 0o400
+
+
+@pytest.mark.parametrize("gone", ["cache/contents", "cache/incoming", "cache/trees", "cache"])
+def test_what_is_removed_from_the_cache_under_a_living_agent_is_made_again(store, tmp_path, gone):
+    tree = make_odd_tree(tmp_path / "tree")
+    _, tree_id = fill(store, tree)
+    remove_tree(os.path.join(store.root, gone))
+    store.forget()
+    assert (store.tree(tree_id) is None) == (gone != "cache/incoming")
+    fill(store, tree)
+    store.materialize(store.tree(tree_id), str(tmp_path / "work"))
+    assert looks(tmp_path / "work") == looks(tree)
+    assert quiet(store).trim() == 0 and Store(store.root).tree(tree_id) is not None
 
 
 def test_without_a_boot_id_each_start_of_the_agent_counts_as_a_boot(store, monkeypatch):
     path = put(store, b"good")
     path.write_bytes(b"evil")
-    os.utime(path, ns=(1, time.time_ns() - 10 ** 9))
+    stamp(path, 2)
     assert not reboot(store, monkeypatch, "").has(sha(b"good"), 4)
 
 
@@ -171,6 +249,25 @@ def test_a_damaged_listing_is_thrown_away(store, tmp_path):
     path = Path(store.root, "cache", "trees", tree_id)
     path.write_bytes(path.read_bytes().replace(b'"f"]', b'"g"]'))
     assert Store(store.root).tree(tree_id) is None and not path.exists()
+
+
+def test_a_listing_that_is_zeros_now_is_thrown_away_though_it_was_found_whole_just_now(store, tmp_path):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "f").write_bytes(b"x")
+    entries, tree_id = fill(store, tmp_path / "tree")
+    path = Path(store.root, "cache", "trees", tree_id)
+    for change_time in (True, False):                                # with the same time and length: at the next run
+        assert store.tree(tree_id) is not None
+        before = path.stat()
+        path.write_bytes(bytes(before.st_size))
+        if not change_time:
+            os.utime(path, ns=(1, before.st_mtime_ns))
+            with pytest.raises(WireError):
+                store.materialize(store.tree(tree_id), str(tmp_path / "work"))
+        assert store.tree(tree_id) is None and not path.exists()
+        fill(store, tmp_path / "tree")
+    store.materialize(store.tree(tree_id), str(tmp_path / "work"))
+    assert (tmp_path / "work" / "f").read_bytes() == b"x"
 
 
 # ---- workdirs --------------------------------------------------------------------------------------------------------------------
