@@ -33,6 +33,7 @@ TABLE = {
 COMMAND_OF = {"workspace": "MaterializeWorkspace", "setup": "RunSetup", "run": "RunJob", "collect": "CollectOutputs"}
 
 BY_OPERATOR = "stopped by the operator"
+NOT_COLLECTED = "; its outputs were not collected: "
 # Linux' numbers, since it is the node's signal: `signal.Signals` would name those of the operator's machine.
 SIGNALS = ("HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM STKFLT CHLD CONT STOP TSTP TTIN TTOU URG XCPU XFSZ "
            "VTALRM PROF WINCH IO PWR SYS").split()
@@ -52,6 +53,7 @@ class Run:
     reason: str = ""
     stopped: bool = False
     failed_phase: str = ""
+    collected: bool = False      # the outputs are home, as far as they exist
 
 
 Next = tuple[Run, tuple[str, ...]]
@@ -66,6 +68,22 @@ def step(run: Run, event: Any) -> Next:
     if row is None:
         raise _misplaced(run, event)
     return ROWS[row](run, event)
+
+
+def unsettled(run: Run) -> bool:
+    """Whether a run was closed without the node's last word: its job may still run there, or its outputs are still there."""
+    if run.state != FAILED or not run.failed_phase:
+        return False                             # a success, or a run that no node began
+    return run.exit_code is None or (run.has_outputs and not run.collected)
+
+
+def reopen(run: Run) -> Run:
+    """An unsettled run as it was before it was closed: what the node says from now on decides."""
+    if run.exit_code is None:
+        return replace(run, state=RUNNING, phase=run.failed_phase, reason="", failed_phase="", stopped=False)
+    failed = "" if run.failed_phase == "collect" else run.failed_phase
+    reason = run.reason.partition(NOT_COLLECTED)[0] if failed else "exited 0"
+    return replace(run, state=RUNNING, phase="collect", reason=reason, failed_phase=failed)
 
 
 def accept_from_wire(event: Any) -> Any:
@@ -130,6 +148,7 @@ def _end(run: Run, event: Any, what: str) -> Next:
 
 
 def _finish(run: Run, event: Any) -> Next:
+    run = replace(run, collected=isinstance(event, OutputsCollected))
     good = run.exit_code == 0 and not run.stopped and not run.failed_phase
     return replace(run, state=COMPLETED if good else FAILED, phase=""), ()
 
@@ -138,15 +157,20 @@ def _fault(run: Run, event: Any) -> Next:
     reason = _fault_reason(event)
     if run.stopped:
         reason += "; a stop was asked for and the node didn't answer it, so the job may still run there"
+    elif isinstance(event, NodeLost) and run.phase:
+        reason += "; the job may still run there"
+    if isinstance(event, NodeLost) and run.phase:
+        reason += f". Once the node is back, `gpurun stop {run.run_id}` ends it and collects what there is"
     return replace(run, state=FAILED, phase="", reason=reason, failed_phase=run.phase), ()
 
 
 def _no_outputs(run: Run, event: Any) -> Next:
     """The exit code stands; but a job that exited 0 and whose outputs aren't here is no success."""
     if run.failed_phase:
-        return _finish(replace(run, reason=f"{run.reason}; its outputs were not collected: {_fault_reason(event)}"), event)
+        return _finish(replace(run, reason=f"{run.reason}{NOT_COLLECTED}{_fault_reason(event)}"), event)
     reason = (f"the job itself exited 0, but its outputs were not collected: {_fault_reason(event)}; "
-              f"they are still on the node in the run's folder, runs/{run.run_id}/work below its node_dir")
+              f"they are still on the node in the run's folder, runs/{run.run_id}/work below its node_dir; "
+              f"`gpurun stop {run.run_id}` tries again to collect them")
     return _finish(replace(run, reason=reason, failed_phase="collect"), event)
 
 

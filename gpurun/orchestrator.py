@@ -36,6 +36,7 @@ PING_S = 2.0
 SUSPECT_S = 7.0               # silence that is worth a line: the answers to three pings are missing
 READ_SO_FAR = 0               # the number of the Ping whose Pong says that the node has read what was sent before it
 SILENT_S = 15.0               # nothing heard for so long: the link counts as broken, a new one is tried
+STOP_UNHEARD_S = 30.0         # a stop that can't be delivered is given up after this time
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 REFUSALS = 2                  # by an agent that was told each time to take us
 REDEPLOY_AFTER = 1            # failed dials (of 10 s) before SSH (or this machine) is asked to look after the agent
@@ -84,6 +85,8 @@ class Orchestrator:
         self._pinged = 0.0
         self._suspect = False                 # the silence was said
         self._refusals = 0
+        self._trouble = ""                    # why reconnecting failed the last time
+        self._stop_at = 0.0                   # when a stop was asked for
         self._attempt = -1                    # -1: connected; else how often reconnecting has failed
         self._shown = ""                      # the phase that the screen is at
         self._round = 0                       # transfers of an earlier session or claim have an earlier number
@@ -116,6 +119,8 @@ class Orchestrator:
         """Takes over a run that no process here drives, from its record, and ends it. A job that has ended by itself meanwhile keeps
         its own exit code; its outputs and the rest of its logs come home in any case."""
         self._fsm = replace(self._fsm, **{name: value for name, value in self._record.fsm.items() if name in asdict(self._fsm)})
+        if self._fsm.state in TERMINAL:       # declared lost, or its outputs never came: now the node has its say
+            self._fsm = fsm.reopen(self._fsm)
         self._taking_over = self._stop_wanted = True
         self._echo = False
         self._signals = 1                     # there is nothing to stop but this: the first Ctrl-C leaves
@@ -188,13 +193,13 @@ class Orchestrator:
 
     def _list_workspace(self) -> None:
         root = str(self._job.workdir)
-        self._screen.phase("push", "reading the workspace")
+        self._screen.phase("read", "the workspace")
         found = workspace.scan(root, self._job.exclude, os.path.dirname(self._folder.path),
                                lambda files, _size, name: self._screen.progress(files, None, "files", name))
         self._entries, self._encoded = found.entries, manifest.encode(found.entries)
         files = sum(entry.kind == "file" for entry in found.entries)
         left_out = f"; {found.excluded_count} left out by exclude" if found.excluded_count else ""
-        self._screen.say(f"workspace {manifest.quote_name(root)}: {files} files, {human_bytes(found.total_bytes)}{left_out}")
+        self._screen.say(f"workspace {manifest.quote_name(root)}: {files} file{'s' if files != 1 else ''}, {human_bytes(found.total_bytes)}{left_out}")
         for skipped in found.skipped[:10]:
             self._screen.warn(f"'{manifest.quote_name(skipped.path)}' doesn't go: it is {skipped.reason}")
         if len(found.skipped) > 10:
@@ -296,7 +301,7 @@ class Orchestrator:
             self._screen.warn("the job has ended already; collecting its outputs (Ctrl-C again leaves)")
         else:
             self._screen.warn("stopping the job and collecting what there is (Ctrl-C again leaves at once)")
-            self._stop_wanted = True
+            self._stop_wanted, self._stop_at = True, time.monotonic()
             self._try_stop()
 
     def _try_stop(self) -> None:
@@ -409,12 +414,11 @@ class Orchestrator:
         self._fsm, commands = fsm.step(self._fsm, event)
         self._record.fsm = asdict(self._fsm)
         self._record.state, self._record.phase = self._fsm.state, self._fsm.phase
-        self._record.exit_code, self._record.reason = self._fsm.exit_code, self._fsm.reason
+        self._record.exit_code = fsm.outcome(self._fsm) if self._fsm.state in TERMINAL else None   # what gpurun exits with
+        self._record.reason = self._fsm.reason
         if self._fsm.state in TERMINAL and before.state not in TERMINAL:
             self._ended = time.monotonic()
             self._record.times["ended"] = utc_now()
-            if not self._taking_over:         # whose own time says nothing about the run's
-                self._record.seconds["total"] = round(self._ended - self._began, 3)
         self._save()
         if self._fsm is not before or commands:
             self._folder.append_event({"event": type(event).__name__, "from": before.state, "from_phase": before.phase, "to": self._fsm.state,
@@ -577,8 +581,11 @@ class Orchestrator:
     def _watch_link(self) -> None:
         now = time.monotonic()
         if self._attempt >= 0:
-            if now - self._heard > self._cluster.lost_after_s and self._fsm.state not in TERMINAL:
-                self._step(NodeLost(self._fsm.run_id, f"nothing from {self._nodes[0].name} for {now - self._heard:.0f} s, on any way"))
+            # Whoever wants to stop has no use for the patience that a run deserves.
+            patience = min(STOP_UNHEARD_S, self._cluster.lost_after_s) if self._stop_wanted else self._cluster.lost_after_s
+            if now - max(self._heard, self._stop_at) > patience and self._fsm.state not in TERMINAL:
+                tried = f" (the last try: {self._trouble})" if self._trouble else ""
+                self._step(NodeLost(self._fsm.run_id, f"nothing from {self._nodes[0].name} for {now - self._heard:.0f} s, on any way{tried}"))
         elif self._session is not None:
             if now - self._heard > SILENT_S:
                 self._broken(LinkError(f"nothing heard for {SILENT_S:g} s"))
@@ -615,6 +622,12 @@ class Orchestrator:
             self._session.close()
             self._session = None
 
+    def _unreached(self, error: GpurunError) -> None:
+        """A try to reconnect failed. An agent that refuses us and a host that doesn't let us in to tell it: nothing more will come."""
+        self._trouble = str(error)
+        if self._refusals and not isinstance(error, LinkError) and self._fsm.state not in TERMINAL:
+            self._give_up(f"{self._nodes[0].name} refused this operator, and the agent there could not be told of it: {error}")
+
     def _reconnect(self) -> None:
         """Tries until it works or the process ends; the node's word over SSH counts as well as a dial."""
         node, link = self._nodes[0], self._link
@@ -627,8 +640,9 @@ class Orchestrator:
                     endpoint = node.deploy(lambda text: None, lambda name, done, total: None)
                 self._inbox.put(("reconnected", None, dial(link, endpoint, self._inbox, 10.0)))
                 return
-            except (GpurunError, OSError):
+            except (GpurunError, OSError) as error:
                 self._attempt += 1
+                self._inbox.put(("unreached", None, error if isinstance(error, GpurunError) else LinkError(_described(error))))
 
     def _reconnected(self, session: Session) -> None:
         self._session = session
@@ -639,6 +653,8 @@ class Orchestrator:
 
     def _close(self) -> None:
         self._drop_session()
+        if not self._taking_over:             # whose own time says nothing about the run's
+            self._record.seconds["total"] = round(time.monotonic() - self._began, 3)
         if self._turns["follow"].acquire(blocking=False):   # else its thread may be writing: a closed number could be another file's
             for fd in self._logs.values():
                 os.close(fd)

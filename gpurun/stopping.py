@@ -35,7 +35,7 @@ def stop_run(folder: RunFolder, nodes_of: Callable[[Record], tuple[Cluster, Sequ
     folder.load()                             # or an error: a folder that isn't a run's is left as it is
     ours = folder.try_lock()
     record = folder.load()                    # after the lock: whoever drove it until now has written its last word
-    if record.state in TERMINAL:
+    if record.state in TERMINAL and not (ours and _unsettled(record)):
         screen.say(f"{record.run_id} had ended already")
     elif not record.node.get("name"):
         _not_begun(folder, record, ours, screen)
@@ -52,6 +52,14 @@ def stop_run(folder: RunFolder, nodes_of: Callable[[Record], tuple[Cluster, Sequ
             _end_driver(folder, screen)
         record = _closed(folder, screen) or record
     return record
+
+
+def _unsettled(record: Record) -> bool:
+    """Declared lost, or its outputs never came: the node may have it still."""
+    try:
+        return bool(record.node.get("name")) and fsm.unsettled(fsm.Run(**record.fsm))
+    except TypeError:                         # of another version, or closed before it had a lifecycle
+        return False
 
 
 def _not_begun(folder: RunFolder, record: Record, ours: bool, screen: Screen) -> None:

@@ -539,7 +539,7 @@ class _Landing:
 
     def _full(self, what: str, needed: int) -> TransferError:
         return TransferError(f"{what} here: {self._target} has {exact_bytes(free_bytes(self._target))} free, needed are {exact_bytes(needed)}"
-                             ". The outputs are still on the node: make room and fetch them again.")
+                             ". The outputs are still on the node: make room, and `gpurun stop` of this run collects them.")
 
     def failed(self, error: OSError) -> TransferError:
         what = f"the output '{quote_name(self._name)}'" if self._name else "the outputs"

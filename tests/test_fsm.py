@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpurun import fsm
 from gpurun.errors import WireError
-from gpurun.fsm import Run, accept_from_wire, outcome, step
+from gpurun.fsm import Run, accept_from_wire, outcome, reopen, step, unsettled
 from gpurun.messages import (
     COMPLETED, FAILED, NODE_EVENTS, OPERATOR_EVENTS, PENDING, RUNNING, TERMINAL,
     JobExited, JobSubmitted, NodeFault, NodeLost, NodeReady, OperatorStop, OutputsCollected, Ping, SetupCompleted, WorkspaceMaterialized,
@@ -338,3 +338,30 @@ def test_every_run_can_still_end_and_ends_exactly_once(run, events):
 def test_a_run_is_frozen():
     with pytest.raises(FrozenInstanceError):
         FULL.state = PENDING
+
+
+# ---- closed without the node's word ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("phase", ["workspace", "setup", "run"])
+def test_a_run_that_was_declared_lost_can_be_opened_again_where_it_was(phase):
+    run, _ = step(at(phase), NodeLost(reason="silent"))
+    assert run.state == FAILED and unsettled(run) and "may still run there" in run.reason and "gpurun stop" in run.reason
+    again = reopen(run)
+    assert (again.state, again.phase, again.exit_code, again.failed_phase, again.stopped) == (RUNNING, phase, None, "", False)
+
+
+def test_outputs_that_did_not_come_can_be_collected_later_and_the_exit_code_stays():
+    for code, state in ((0, COMPLETED), (3, FAILED)):
+        run, _ = step(at("run"), JobExited(code=code))
+        run, _ = step(run, NodeFault(reason="the disk here is full"))
+        assert run.state == FAILED and unsettled(run)
+        again = reopen(run)
+        assert again.phase == "collect" and again.exit_code == code and "not collected" not in again.reason
+        run, _ = step(again, OutputsCollected())
+        assert (run.state, run.exit_code) == (state, code) and not unsettled(run)
+
+
+def test_a_run_that_ended_as_it_should_or_never_began_stays_closed():
+    done, _ = step(step(at("run"), JobExited(code=3))[0], OutputsCollected())
+    never, _ = step(FULL, NodeFault(reason="busy"))
+    assert not unsettled(done) and not unsettled(never)

@@ -104,7 +104,7 @@ def big_workspace(warm, name: str, size: int) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_while_the_workspace_is_read(warm, number):
     run = Running(warm, big_workspace(warm, "reading", 200 << 30))
-    run.until("reading the workspace")
+    run.until("read: the workspace")
     assert run.signal(number).end() == 130
     record = warm.record()
     assert (record["state"], record["reason"]) == ("FAILED", "stopped by the operator before anything was begun")
@@ -176,7 +176,7 @@ def test_a_job_that_says_good_bye_is_heard(warm):
     run.until("up")
     assert run.signal(signal.SIGINT).end() == 130                   # stopped is stopped, whatever code it chose
     assert run.out == "up\nsaving\n" and (warm.latest / "outputs/x").read_text() == "last\n"
-    assert warm.record()["exit_code"] == 0 and warm.record()["state"] == "FAILED"
+    assert warm.record()["exit_code"] == 130 and warm.record()["state"] == "FAILED"
 
 
 def test_twice_in_the_job_leaves_at_once_and_says_what_still_runs(warm):
@@ -352,7 +352,7 @@ def test_stop_in_the_setup_of_a_run_whose_gpurun_was_killed_starts_no_job(warm):
 
 def test_stop_of_a_run_that_no_node_got_closes_its_record(warm):
     run = Running(warm, big_workspace(warm, "unsent", 200 << 30))
-    run.until("reading the workspace")
+    run.until("read: the workspace")
     run.signal(signal.SIGKILL).process.wait(10)
     done = warm.gpurun("stop", "latest")
     assert done.returncode == 0 and b"never given to a node" in done.stderr and warm.record()["state"] == "FAILED"

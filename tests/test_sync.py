@@ -278,6 +278,13 @@ def test_a_full_disk_here_leaves_the_outputs_on_the_node_and_says_so(warm, ws, t
         assert (result["state"], result["exit_code"]) == ("FAILED", 125)
         assert "8,000,000 bytes" in result["reason"] and str(disk) in result["reason"] and "still on the node" in result["reason"]
         assert (workdir(warm, result) / "big").stat().st_size == 8_000_000
+        again = warm.gpurun("stop", result["run_id"], "--runs-dir", disk / "runs")
+        assert b"the job itself exited 0" in again.stderr           # no room has been made yet
+        subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
+        done = warm.gpurun("stop", result["run_id"], "--runs-dir", disk / "runs")
+        record = json.loads((disk / "runs" / result["run_id"] / "run.json").read_text())
+        assert done.returncode == 0 and (record["state"], record["exit_code"], record["outputs"]) == ("COMPLETED", 0, ["big"])
+        assert (disk / "runs" / result["run_id"] / "outputs" / "big").stat().st_size == 8_000_000
 
 
 def test_a_workspace_that_the_nodes_disk_cannot_hold_is_refused_with_the_numbers(here, tmp_path):
