@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,13 @@ from typing import Any, Iterator
 import pytest
 
 from agents import end_agents
+
+# A caller may ignore these (`nohup tests/run &`), and what is ignored stays so in each process that we start: Ctrl-C would end no gpurun.
+# A handler of our own becomes the default in them.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 CLEAN = ("PATH", "LANG", "TMPDIR", "PIP_INDEX_URL", "PIP_CONFIG_FILE", "PIP_NO_INDEX", "PIP_FIND_LINKS", "XDG_CONFIG_DIRS")
 LIMIT_S = 120
