@@ -26,6 +26,7 @@ except ImportError:  # Python 3.10
 MAX_FILE_BYTES = 256 * 1024    # what is in a job file goes over the wire in lines of 1 MiB, where JSON may triple its length
 MAX_TEXT_BYTES = 128 * 1024 - 1  # Linux: the longest single argument (bash -c TEXT) or variable (KEY=value) of a program
 MAX_PLAN_BYTES = 900_000       # setup, run and env together, as JSON, in such a line; only ${NAME} can make them longer than the file
+MAX_DOTS = 100                 # of a key
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4096
 
 JOB_KEYS = ("name", "run", "setup", "workspace", "outputs", "env")
@@ -119,6 +120,11 @@ def load_job(path: str | os.PathLike[str], environ: Mapping[str, str]) -> Job:
     if len(json.dumps([setup, run, env])) > MAX_PLAN_BYTES:
         raise file.error(("job",), f"setup, run and env are longer than {MAX_PLAN_BYTES:,} bytes together; put long text into a file")
     return Job(path, os.path.dirname(path), name, run, setup, workdir, exclude, _outputs(file, job.get("outputs", [])), env, external)
+
+
+def error_at(path: str | os.PathLike[str], key: tuple, message: str) -> ConfigError:
+    """An error about a key of a job file that was loaded, with its place; for what is found out later than in here."""
+    return _Toml(path, "job file", "a table [job]").error(key, message)
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -383,6 +389,7 @@ class _Toml:
     def __init__(self, path: str | os.PathLike[str], what: str, needs: str) -> None:
         self.name = str(path) if str(path).isprintable() else _shown(str(path))
         self.text = self._read(path, what)
+        self._refuse_long_keys()
         try:
             self.data: dict[str, Any] = tomllib.loads(self.text)
         except RecursionError:
@@ -411,6 +418,22 @@ class _Toml:
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start) + 1
             raise ConfigError(f"{self.name}:{line}: is not UTF-8 (byte {error.start + 1}); save it as UTF-8") from None
+
+    def _refuse_long_keys(self) -> None:
+        """A key of many dotted parts costs tomllib their number squared: 60,000 of them half a minute."""
+        if self.text.count(".") <= MAX_DOTS:
+            return
+        dots, in_key = 0, True
+        for match in re.finditer(_KEY_TOKEN, self.text, re.DOTALL):
+            if match[0] in ("\n", ",", "[", "{"):
+                dots, in_key = 0, True
+            elif match[0] == "=":
+                in_key = False
+            elif match[0] == "." and in_key:
+                dots += 1
+                if dots > MAX_DOTS:
+                    line = self.text.count("\n", 0, match.start()) + 1
+                    raise ConfigError(f"{self.name}:{line}: is nested too deeply: a key of more than {MAX_DOTS} parts")
 
     def _syntax_error(self, message: str) -> ConfigError:
         match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.DOTALL)
@@ -457,6 +480,8 @@ class _Toml:
 
 _TOKEN = (r'"""(?:\\.|[^\\])*?"""(?:"{0,2})' r"|'''.*?'''(?:'{0,2})" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'"
                     r"|\#[^\n]*|[^\s\[\]{}=,.\"'\#]+|[\[\]{}=,.\n]")
+# What ends, begins or is part of a key, and what may hide it. Each alternative takes what isn't closed too: no text makes it look twice.
+_KEY_TOKEN = (r'"""(?:\\.|[^\\])*?(?:"""|\\?\Z)"{0,2}' r"|'''.*?(?:'''|\Z)'{0,2}" r'|"(?:\\[^\n]|[^"\\\n])*"?' r"|'[^'\n]*'?|\#[^\n]*|[\n,\[{=.]")
 _DEPTH = 6  # deeper than any key that is checked; a dotted key may be long, and its prefixes longer
 
 

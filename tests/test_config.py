@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -519,3 +520,18 @@ def test_every_key_of_a_file_has_a_place_and_nothing_else_has(top, tables):
     for path, offset in places.items():
         if isinstance(path[-1], str) and path[-1] not in tables:
             assert re.match(re.escape(toml(path[-1])) + r"|k|l", text[offset:])
+
+
+@pytest.mark.parametrize("head, line", [
+    (".".join(["a"] * 60_000) + " = 1\n", 4), ("[" + " . ".join(["a"] * 102) + "]\n", 4), ("x = { " + ".".join(["'a'"] * 102) + " = 1 }\n", 4),
+    ("setup = '''\n\n'''\n" + ".".join(["a"] * 102) + " = 1\n", 7)])
+def test_a_key_of_too_many_parts_is_refused_before_it_costs_time(write, head, line):
+    begun = time.process_time()
+    assert f"job.toml:{line}: is nested too deeply" in error_of(load_job, write(MINIMAL + head), {})
+    assert time.process_time() - begun < 2       # tomllib takes half a minute for the first
+
+
+def test_dots_that_are_no_key_may_be_many(job):
+    dots = "." * 300
+    loaded = job(f'setup = """\necho "{dots}" = 1\n{dots}\\\\"""\nenv = {{ "A" = "{dots}", B = \'{dots}\' }} # {dots}\n# {dots}\n')
+    assert loaded.env == {"A": dots, "B": dots} and dots in loaded.setup
