@@ -17,10 +17,27 @@ from gpurun import __version__
 from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ConfigError, GpurunError
 
 STATUS_S = 10.0
+REASON_COLUMNS = 100   # of a reason in the list of runs; `gpurun status RUN` has all of it
 
 
-class Commands(click.Group):
+class _Heard:
+    """Of click, which would exit 1 when nobody reads a help text to its end."""
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **options)   # type: ignore[misc]
+        except BrokenPipeError:
+            raise click.exceptions.Exit(0) from None
+
+
+class Command(_Heard, click.Command):
+    pass
+
+
+class Commands(_Heard, click.Group):
     """`gpurun JOB.toml` is `gpurun run JOB.toml`."""
+
+    command_class = Command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = args[0]
@@ -34,10 +51,22 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:
+            try:
+                click.echo(ctx.get_help(), err=True)
+            except OSError:
+                pass
+            ctx.exit(EXIT_USAGE)
         # `gpurun --json job.toml` and `gpurun job.toml --json` are the same: an option in front goes to `run`.
         if args and args[0].startswith("-") and args[0] not in ("--help", "-h", "--version"):
             args = ["run"] + args
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:                # not stdout, which is dealt with where it is written; click would exit 1 and say nothing
+            raise RuntimeError(str(error)) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -135,6 +164,7 @@ def _plan(job: str, cluster: str | None, node: str | None, runs_dir: str | None,
     from gpurun.files import human_bytes
     from gpurun.manifest import quote_name
     from gpurun.records import choose_runs_dir
+    from gpurun.screen import counted
     loaded, found, nodes = _load(job, cluster, node)
     survey = workspace.survey(str(loaded.workdir), loaded.exclude, choose_runs_dir(runs_dir, os.environ)) if loaded.workdir else None
     answer: dict[str, Any] = {
@@ -156,10 +186,11 @@ def _plan(job: str, cluster: str | None, node: str | None, runs_dir: str | None,
     if survey is None:
         lines.append("workspace  none: the job starts in an empty folder")
     else:
-        lines.append(f"workspace  {loaded.workdir}: {survey.files} files, {survey.folders} folders, {human_bytes(survey.total_bytes)}")
-        lines += [f"             {human_bytes(size):>9}  {files:>6} files  {quote_name(name)}" for name, size, files in survey.largest]
+        lines.append(f"workspace  {loaded.workdir}: {counted(survey.files, 'files')}, {counted(survey.folders, 'folders')}, "
+                     f"{human_bytes(survey.total_bytes)}")
+        lines += [f"             {human_bytes(size):>9}  {files:>6} {'file ' if files == 1 else 'files'}  {quote_name(name)}" for name, size, files in survey.largest]
         for pattern, count in survey.excluded.items():
-            lines.append(f"excluded   {pattern}: {count} path{'s' if count != 1 else ''}")
+            lines.append(f"excluded   {pattern}: {counted(count, 'paths')}")
         for one in survey.skipped:
             lines.append(f"skipped    {quote_name(one.path)}: {one.reason}")
         if survey.git_ignored_count:
@@ -182,6 +213,7 @@ def status(run_name: str | None, runs_dir: str | None, as_json: bool) -> int:
     Example: gpurun status latest
     """
     from gpurun.records import all_runs, choose_runs_dir, find
+    from gpurun.screen import Screen, printable
     where = choose_runs_dir(runs_dir, os.environ)
     if run_name is None:
         listed = all_runs(where)
@@ -190,11 +222,14 @@ def status(run_name: str | None, runs_dir: str | None, as_json: bool) -> int:
                 _print(json.dumps(_status_object(one.folder, one.record, one.problem)))
             return 0
         if not listed:
-            click.echo(f"gpurun: no runs in {where} yet", err=True)
+            Screen("plain").say(f"no runs in {where} yet")
         for one in listed:
             record = one.record
-            _print(f"{one.folder.run_id:<44} {one.problem}" if record is None else
-                   f"{record.run_id:<44} {record.state:<9} {_alive(one.folder, record):<22} {record.node.get('name', ''):<16} {record.reason}".rstrip())
+            said = printable(record.reason if record else one.problem)
+            if record and len(said) > REASON_COLUMNS:
+                said = said[:REASON_COLUMNS - 1].rstrip() + "…"
+            _print(f"{one.folder.run_id:<44} {said}" if record is None else
+                   f"{record.run_id:<44} {record.state:<9} {_alive(one.folder, record):<22} {record.node.get('name', ''):<16} {said}".rstrip())
         return 0
     folder = find(where, run_name)
     record = folder.load()
@@ -337,14 +372,38 @@ def _load(job: str, cluster: str | None, node: str | None) -> tuple[Any, Any, li
     from gpurun import config
     loaded = config.load_job(job, os.environ)
     if loaded.external_job is not None:
-        raise ConfigError(f"{loaded.path}: [external_job] is not in this version yet; run the job without that table.")
+        raise config.error_at(job, ("external_job",), "is not in this version yet; run the job without the table [external_job]")
+    if loaded.exclude:
+        _check_exclude(job, loaded)
     found = _cluster(cluster, loaded.folder)
     return loaded, found, _nodes(found, node)
 
 
+def _check_exclude(job: str, loaded: Any) -> None:
+    """Before there is a run: a pattern that isn't one is an error of the job file, with its place there."""
+    from gpurun import config, workspace
+    try:
+        workspace.Exclude(loaded.exclude, loaded.workdir)
+    except ConfigError as error:
+        import re
+        match = re.fullmatch(r"job\.workspace\.exclude\[(\d+)\], (.*)", str(error), re.DOTALL)
+        if not match:
+            raise ConfigError(f"{job}: {error}") from None
+        raise config.error_at(job, ("job", "workspace", "exclude", int(match[1])), match[2]) from None
+
+
+def _home() -> str:
+    """The home folder, for a command that keeps something there: "" or a relative one would make folders in odd places."""
+    home = os.path.expanduser("~") if os.environ.get("HOME", "/") else ""
+    if not os.path.isabs(home):
+        raise ConfigError(f"HOME is '{home}', which is not an absolute path, and gpurun keeps its key and more below it; "
+                          "set HOME to your home folder.")
+    return home
+
+
 def _cluster(option: str | None, folder: str) -> Any:
     from gpurun import config
-    return config.load_cluster(config.find_cluster(option, folder, os.environ, os.path.expanduser("~")))
+    return config.load_cluster(config.find_cluster(option, folder, os.environ, _home()))
 
 
 def _nodes(cluster: Any, name: str | None) -> list[Any]:
@@ -358,6 +417,7 @@ def _nodes(cluster: Any, name: str | None) -> list[Any]:
 
 def _cluster_of(record: Any, option: str | None) -> tuple[Any, list[Any]]:
     """The cluster and node that a run was given."""
+    _home()
     path = option or record.node.get("cluster")
     from gpurun import config
     cluster = config.load_cluster(path or None)
@@ -380,8 +440,14 @@ def _first_line(text: str) -> str:
 
 
 def _print(text: str) -> None:
-    """An answer, to stdout."""
-    sys.stdout.write(text + "\n")
+    """An answer, to stdout, at once. Whoever reads it may leave (`| head -1`): the command goes on to its own exit code, unheard."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)                                # what the stream still holds goes there too
+        os.close(null)
 
 
 def main() -> None:

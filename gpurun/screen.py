@@ -107,6 +107,11 @@ def duration(seconds: float, whole: bool = False) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60} min"
 
 
+def counted(number: int, unit: str) -> str:
+    """`2 files`, `1 file`: `unit` is a plural in s."""
+    return f"{number} {unit[:-1] if number == 1 else unit}"
+
+
 def printable(text: str, keep: str = "") -> str:
     """`text` with everything that could move a cursor, recolour a terminal or hide a letter written as an escape."""
     if text.isprintable():
@@ -325,7 +330,7 @@ class Screen:
     def _loud(self, kind: str, colour: str, text: str) -> None:
         if self.mode == "json":
             self._object(kind, text=text)
-        else:
+        if self.mode != "json" or self.stdout_gone:
             self._talk(self._coloured(f"{kind}:", colour) + " " + printable(text, keep="\n\t"))
 
     def _talk(self, text: str) -> None:
@@ -378,11 +383,11 @@ class Screen:
         if self._first is None:
             return []
         amount = human_bytes if self._unit == "B" else str
-        unit = "" if self._unit == "B" else f" {self._unit}"
+        whole = human_bytes if self._unit == "B" else lambda number: counted(number, self._unit)
         if not self._total:
-            facts = [f"{amount(self._done)}{unit}"]
+            facts = [whole(self._done)]
         else:   # rounded down: 100 % is said when it is true
-            facts = [f"{min(100 * self._done // self._total, 100)} %", f"{amount(self._done)} of {amount(self._total)}{unit}"]
+            facts = [f"{min(100 * self._done // self._total, 100)} %", f"{amount(self._done)} of {whole(self._total)}"]
         if self._unit == "B" and len(self._samples) > 1 and now > self._samples[0][0]:
             facts.append(f"{human_bytes(int(max(self._done - self._samples[0][1], 0) / (now - self._samples[0][0])))}/s")
         return facts
@@ -399,7 +404,7 @@ class Screen:
             if self._done:
                 moved = self._done - (self._first if self._first != self._done else 0)
                 rate = f" ({human_bytes(int(moved / took))}/s)" if self._unit == "B" and took > 0 else ""
-                self._talk(f"{name}: {human_bytes(self._done) if self._unit == 'B' else f'{self._done} {self._unit}'}"
+                self._talk(f"{name}: {human_bytes(self._done) if self._unit == 'B' else counted(self._done, self._unit)}"
                            f" in {duration(took)}{rate}")
             elif took >= NOTABLE_S and name != "run":   # how long the job ran is in the summary
                 self._talk(f"{name}: {duration(took)}")
@@ -451,8 +456,9 @@ class Screen:
                 poll.poll(1000)
             except OSError as error:
                 self._gone.add(fd)
-                if fd == self._out and not isinstance(error, BrokenPipeError) and self.mode != "json":
-                    self.warn(f"stdout can't be written ({error.strerror}); the job goes on, its whole output is in its run folder")
+                if fd == self._out and not isinstance(error, BrokenPipeError):
+                    self._talk(self._coloured("warning:", "33")
+                               + f" stdout can't be written ({error.strerror}); the whole output is in the run's folder")
                 return
 
     def _stat(self, fd: int) -> os.stat_result | None:

@@ -81,7 +81,58 @@ def test_bad_options_exit_2_on_stderr(here, args):
 
 def test_gpurun_alone_shows_its_help(here):
     done = here.gpurun()
-    assert b"gpurun job.toml" in done.stdout + done.stderr
+    assert done.returncode == 2 and done.stdout == b"" and done.stderr.startswith(b"Usage: ") and b"gpurun job.toml" in done.stderr
+
+
+def unread(here, *args):
+    """gpurun with a stdout whose reader has left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return here.gpurun(*args, stdout=writer)
+    finally:
+        os.close(writer)
+
+
+def test_a_reader_that_leaves_is_no_failure(here):
+    path = here.job("true")
+    for args in (["plan", path], ["plan", path, "--json"], ["doctor"], ["--help"], ["run", "--help"], ["--version"]):
+        done = unread(here, *args)
+        assert (done.returncode, done.stderr) == (0, b""), args
+    here.gpurun(path)
+    for args in (["status"], ["status", "--json"], ["status", "latest"], ["logs", "latest"]):
+        done = unread(here, *args)
+        assert (done.returncode, done.stderr) == (0, b""), args
+    (here.home / ".config/gpurun/key").chmod(0o644)
+    assert unread(here, "doctor").returncode == 125            # what it found is true whether or not somebody reads it
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_what_cant_be_written_to_stdout_is_said(warm):
+    path = warm.job("echo hi; exit 3", name="full")
+    for args in ([path], [path, "--json"], ["logs", "latest"], ["logs", "latest", "--json"]):
+        with open("/dev/full", "wb") as full:
+            done = warm.gpurun(*args, stdout=full)
+        said = [line for line in done.stderr.decode().splitlines() if "stdout" in line]
+        assert len(said) == 1 and said[0].endswith("; the whole output is in the run's folder") and "No space left" in said[0], args
+        assert done.returncode == (3 if args[0] == path else 0)
+    with open("/dev/full", "wb") as full:
+        done = warm.gpurun("plan", path, stdout=full)
+    assert done.returncode == 125 and b"stdout can't be written" in done.stderr
+    with open("/dev/full", "wb") as full:
+        done = warm.gpurun("nothing.toml", "--json", stdout=full)
+    assert done.returncode == 2 and b"nothing.toml" in done.stderr
+
+
+@pytest.mark.parametrize("home", ["", "odd"])
+def test_a_home_that_is_no_absolute_path_is_an_error_and_makes_no_folder(here, home):
+    path = here.job("true")
+    before = snapshot(here.folder)
+    for args in ([path], ["plan", path], ["doctor"]):
+        done = here.gpurun(*args, env=dict(here.env, HOME=home))
+        assert done.returncode == 2 and f"HOME is '{home}'" in done.stderr.decode(), args
+    assert here.gpurun("status", env=dict(here.env, HOME=home)).returncode == 0
+    assert snapshot(here.folder) == before
 
 
 # ---- errors in the files ----------------------------------------------------------------------------------------------------------------------
@@ -93,6 +144,8 @@ def test_gpurun_alone_shows_its_help(here):
     ('[job]\nname = "a b"\nrun = "true"\n', "job.toml:2:", "name"),
     ('[job]\nname = "a"\nrun = "true"\ngpu = "H100"\n', "job.toml:4:1", "cluster"),
     ('[job]\nname = "a"\nrun = "true"\noutputs = ["../x"]\n', "job.toml:4:", ".."),
+    ('[job]\nname = "a"\nrun = "true"\n[job.workspace]\nworkdir = "."\nexclude = [\n  "ok",\n  "\\\\"]\n', "job.toml:8:3: job.workspace.exclude[1]: ", "pattern"),
+    ('[job]\nname = "a"\nrun = "true"\n[external_job]\n', "job.toml:4:", "not in this version yet"),
     ('[job]\nname = "a"\nrun = "true"\nworkspace = { workdir = "missing" }\n', "job.toml:4:", "missing")])
 def test_errors_of_the_job_file_say_where_and_touch_nothing(here, content, where, what):
     (here.work / "job.toml").write_text(content)
@@ -174,6 +227,7 @@ def test_plan_names_what_git_ignores_and_would_go(here):
     (folder / "secrets").mkdir()
     (folder / "secrets/key").write_text("k")
     text = here.gpurun("plan", path).stdout.decode()
+    assert "1 files" not in text and "1 folders" not in text and "1 folder," in text and "1 file " in text
     assert "git ignores 1" in text and "secrets" in text
 
 
@@ -185,6 +239,8 @@ def test_status_lists_whole_broken_and_foreign_folders(here):
     failed = here.latest.name
     here.gpurun(here.job("echo 1 > x", name="fine", outputs=["x", "y"]))
     fine = here.latest.name
+    path = here.latest / "run.json"
+    path.write_text(json.dumps(dict(json.loads(path.read_text()), reason="exited 0\x1b[2J, " + "and much more " * 30)))
     (here.runs / "notes").mkdir()
     broken = here.runs / "broken-20260101-000000-0000"
     broken.mkdir()
@@ -196,6 +252,7 @@ def test_status_lists_whole_broken_and_foreign_folders(here):
     lines = {line.split()[0]: line for line in done.stdout.decode().splitlines()}
     assert done.returncode == 0 and set(lines) == {failed, fine, "notes", broken.name, newer.name}
     assert "FAILED" in lines[failed] and "exited 3" in lines[failed] and "COMPLETED" in lines[fine]
+    assert lines[fine].endswith("…") and len(lines[fine]) < 200 and "\x1b" not in lines[fine]
     assert "not a run" in lines["notes"] and "JSON" in lines[broken.name] and "99" in lines[newer.name]
     objects = {item["run_id"]: item for item in map(json.loads, here.gpurun("status", "--json").stdout.splitlines())}
     assert set(objects) == set(lines) and objects[failed]["exit_code"] == 3 and objects[broken.name]["problem"]

@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from gpurun.screen import Screen, columns, duration, printable, shorten
+from gpurun.screen import Screen, columns, counted, duration, printable, shorten
 
 
 class Clock:
@@ -391,6 +391,33 @@ def test_a_resumed_pull_is_not_flattered():
     screen.phase("")
     assert err.all().decode().splitlines()[-1] == "gpurun: collect: 1.0 GB in 10.0 s (10.0 MB/s)"
     out.all()
+
+
+def test_one_file_is_one_file():
+    assert [counted(number, "files") for number in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
+    screen, clock, out, err = make("plain")
+    screen.phase("read")
+    screen.progress(1, 1, "files")
+    clock.now += 11
+    screen.progress(1, 1, "files")
+    screen.phase("")
+    out.all()
+    assert err.all().decode() == "gpurun: read\ngpurun: read: 100 %, 1 of 1 file\ngpurun: read: 1 file in 11.0 s\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("mode", ["plain", "json"])
+def test_a_full_disk_under_stdout_is_said_once_and_errors_are_still_heard(mode):
+    err, full = Sink(), os.open("/dev/full", os.O_WRONLY)
+    screen = Screen(mode, full, err.fd)
+    for _ in range(3):
+        screen.job_stdout(b"x\n")
+    screen.error("it broke")
+    screen.result(RESULT)
+    screen.close()
+    os.close(full)
+    assert err.all().decode() == ("gpurun: warning: stdout can't be written (No space left on device); the whole output is in the run's folder\n"
+                                  "gpurun: error: it broke\n")
 
 
 def test_failed_summary_has_the_reason():
