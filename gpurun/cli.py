@@ -188,7 +188,8 @@ def _plan(job: str, cluster: str | None, node: str | None, runs_dir: str | None,
     else:
         lines.append(f"workspace  {loaded.workdir}: {counted(survey.files, 'files')}, {counted(survey.folders, 'folders')}, "
                      f"{human_bytes(survey.total_bytes)}")
-        lines += [f"             {human_bytes(size):>9}  {files:>6} {'file ' if files == 1 else 'files'}  {quote_name(name)}" for name, size, files in survey.largest]
+        lines += [f"             {human_bytes(size):>9}  {files:>6} {'file ' if files == 1 else 'files'}  {quote_name(name)}"
+                  for name, size, files in survey.largest]
         for pattern, count in survey.excluded.items():
             lines.append(f"excluded   {pattern}: {counted(count, 'paths')}")
         for one in survey.skipped:
