@@ -219,3 +219,24 @@ def test_without_udp_the_error_says_so_in_bounded_time(without_udp):
     without_udp.set(udp="pass")
     logins = without_udp.logins
     assert timed(without_udp, without_udp.here.job("true"))[1].returncode == 0 and without_udp.logins == logins
+
+
+def test_a_run_that_was_declared_lost_is_ended_and_collected_by_stop_once_the_node_is_back(used):
+    """Its job went on all the while; `stop` asks the node instead of believing the record."""
+    cluster = used.here.work / "cluster.toml"
+    cluster.write_text(cluster.read_text().replace('kind = "ssh"\n', 'kind = "ssh"\nlost_after_s = 10\n'))
+    job = used.here.job("i=0; while :; do i=$((i+1)); echo $i | tee count; sleep 0.1; done", name="lost", outputs=["count"])
+    process = used.here.start(job)
+    log = eventually(lambda: next(iter(used.home.glob(".gpurun/runs/lost-*/run.out")), None))
+    eventually(lambda: b"3\n" in log.read_bytes())
+    used.set(loss="100%")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 125 and b"may still run there" in err and b"gpurun stop lost-" in err, err.decode()
+    assert used.here.record()["exit_code"] == 125
+    used.set(loss="0")
+    done = used.here.gpurun("stop", "latest")
+    record = used.here.record()
+    assert done.returncode == 0 and (record["state"], record["reason"], record["outputs"]) == ("FAILED", "stopped by the operator", ["count"])
+    printed = (used.here.latest / "stdout.log").read_text().split()
+    assert printed == [str(number) for number in range(1, len(printed) + 1)] == log.read_text().split()
+    assert int((used.here.latest / "outputs" / "count").read_text() or printed[-1]) in (len(printed), len(printed) - 1)
