@@ -289,6 +289,19 @@ def test_a_node_that_has_lost_our_key_is_told_it_again(op, hosts):
         assert hosts[0].connections == before + 1 and op.agent(op.there)["pid"] == pid
 
 
+def test_an_operator_that_neither_the_agent_nor_ssh_lets_in_is_told_both_within_seconds(here, cache, tmp_path):
+    with Sshd(tmp_path / "sshd") as sshd:
+        operator(here, sshd, cache)
+        job = here.job("echo ran")
+        assert here.gpurun(job).returncode == 0
+        (here.there / "agent/authorized").write_text("")
+        (tmp_path / "sshd/authorized_keys").write_text("")
+        done = here.gpurun(job, timeout=40)
+        said = done.stderr.decode()
+        assert done.returncode == 125 and done.stdout == b"" and "refused" in said and str(sshd.key) in said, said
+        end_agents(tmp_path)
+
+
 def newer(folder: Path) -> dict[str, str]:
     """The environment of a gpurun whose agent is another one."""
     shutil.copytree(PACKAGE, folder / "gpurun", ignore=shutil.ignore_patterns("__pycache__"))
