@@ -28,7 +28,7 @@ from gpurun.messages import (
 )
 from gpurun.provider import Node
 from gpurun.records import Record, RunFolder, utc_now
-from gpurun.screen import Screen, remember_terminal
+from gpurun.screen import Screen, counted, remember_terminal
 from gpurun.session import DIAL_S, Session, current, dial, reach
 
 TICK_S = 0.2
@@ -199,7 +199,7 @@ class Orchestrator:
         self._entries, self._encoded = found.entries, manifest.encode(found.entries)
         files = sum(entry.kind == "file" for entry in found.entries)
         left_out = f"; {found.excluded_count} left out by exclude" if found.excluded_count else ""
-        self._screen.say(f"workspace {manifest.quote_name(root)}: {files} file{'s' if files != 1 else ''}, {human_bytes(found.total_bytes)}{left_out}")
+        self._screen.say(f"workspace {manifest.quote_name(root)}: {counted(files, 'files')}, {human_bytes(found.total_bytes)}{left_out}")
         for skipped in found.skipped[:10]:
             self._screen.warn(f"'{manifest.quote_name(skipped.path)}' doesn't go: it is {skipped.reason}")
         if len(found.skipped) > 10:
