@@ -29,6 +29,7 @@ from gpurun.store import Store
 from gpurun.transfer import Pulled
 
 VERSION = 1
+FULL_BYTES = 1 << 20          # with less free than this, what the phase wrote last may be missing
 ADOPTED_POLL_S = 0.1          # a supervisor that an earlier agent started can't be waited for, only looked at
 
 
@@ -112,6 +113,7 @@ class NodeRun:
         except OSError as error:
             raise TransferError(f"the run's folder {folder} could not be made on the node: {error.strerror} "
                                 f"({exact_bytes(free_bytes(store.root))} free)") from None
+        store.forget()
         run = cls(store, folder, state, **parts)
         if not run._save():
             raise TransferError(f"nothing can be written in {folder} on the node ({exact_bytes(free_bytes(store.root))} free): make room there")
@@ -169,7 +171,10 @@ class NodeRun:
         self._stop = True
         supervised = self._state["supervised"]
         if supervised and self._alive(supervised):
-            atomic_write(os.path.join(self.folder, "stop"), f"{command.grace_s}".encode("ascii"))
+            try:
+                atomic_write(os.path.join(self.folder, "stop"), f"{command.grace_s}".encode("ascii"))
+            except OSError:                    # a full disk, a deleted folder: then the usual grace has to do
+                pass
             supervise.send(supervised["pid"], signal.SIGTERM)
 
     def pulled(self, pulled: Pulled) -> None:
@@ -346,18 +351,36 @@ class NodeRun:
             raise GpurunError(self._lost(phase))
         if "fault" in record:
             raise GpurunError(str(record["fault"]))
+        return self._judged(record)
+
+    def _judged(self, record: Dict[str, Any]) -> Dict[str, Any]:
+        """The exit record with what only the agent knows: whether a stop was asked for, and how the disk is."""
+        hints = [record["hint"]] if record["hint"] else []
+        if record["stopped"] and not self._stop and not os.path.exists(os.path.join(self.folder, "stop")):
+            record["stopped"] = False
+            if not record["code"]:             # it took the TERM for its end: nobody may take that for a success
+                record.update(code=128 + signal.SIGTERM, signal=int(signal.SIGTERM))
+            hints.append("something on the node ended its supervisor")
+        free = free_bytes(self.folder)
+        if free < FULL_BYTES:
+            hints.append(f"the node's disk is full ({self.folder}: {exact_bytes(free)} free): its logs and outputs may be cut short")
+        record["hint"] = "; ".join(hints)
         return record
 
     def _lost(self, phase: str) -> str:
-        """The supervisor is gone without a record: ends what it left behind, says what is known."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + supervise.LEFTOVER_GRACE_S
-            left = supervise.of_run(self.run_id)
-            for pid in left:
-                supervise.send(pid, number)
+        """The supervisor is gone without a record: ends what it left behind and waits for that, says what is known."""
+        known: Dict[int, str] = {}
+        for number, patience in ((signal.SIGTERM, supervise.LEFTOVER_GRACE_S), (signal.SIGKILL, supervise.KILL_S)):
+            deadline, signalled = time.monotonic() + patience, set()
+            left = supervise.remains(self.run_id, known)
             while left and time.monotonic() < deadline:
+                for pid in left if number == signal.SIGKILL else left - signalled:   # KILL again and again: a fork may be quicker
+                    supervise.send(pid, number)
+                signalled |= left
                 time.sleep(0.02)
-                left = supervise.of_run(self.run_id)
+                left = supervise.remains(self.run_id, known)
+        if not os.path.isdir(self.folder):
+            return f"the run's folder {self.folder} was deleted on the node while the {phase} ran: how it ended isn't known"
         return (f"the supervisor of the {phase} is gone and left no exit record (killed, or the node was restarted): how the {phase} "
                 f"ended isn't known; its logs so far and its workdir are in {self.folder} on the node")
 

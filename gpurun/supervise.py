@@ -273,13 +273,13 @@ def _parents() -> List[Tuple[int, int]]:
     return found
 
 
-def descendants(root: int) -> Set[int]:
-    """All living processes below `root`."""
+def descendants(*roots: int) -> Set[int]:
+    """All living processes below `roots`."""
     children: Dict[int, List[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
     found: Set[int] = set()
-    queue = [root]
+    queue = list(roots)
     while queue:
         for pid in children.get(queue.pop(), ()):
             if pid not in found:
@@ -300,3 +300,13 @@ def of_run(run_id: str) -> Set[int]:
             except OSError:
                 continue
     return found
+
+
+def remains(run_id: str, known: Dict[int, str]) -> Set[int]:
+    """What a killed supervisor leaves behind, and all below it. `known` (pid: start time) is kept from look to look: a process that is
+    just starting a program or ending shows no environment, and one with another environment may lose the parent that it was known by."""
+    found = of_run(run_id) | {pid for pid, start in known.items() if start_time(pid) == start}
+    found |= descendants(*found) if found else set()
+    found.discard(os.getpid())
+    known.update((pid, start_time(pid)) for pid in found)
+    return {pid for pid in found if known[pid]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,6 +193,52 @@ def test_a_leftover_that_holds_the_output_open_does_not_hold_the_run(warm):
     assert done.stdout == b"bye\n" and not supervise.of_run(warm.latest.name)
 
 
+@pytest.mark.parametrize("script, code", [("kill -TERM $PPID; sleep 60", 143), ("trap 'exit 0' TERM; kill -TERM $PPID; sleep 60 & wait", 143),
+                                          ("trap 'exit 7' TERM; kill -TERM $PPID; sleep 60 & wait", 7)])
+def test_a_supervisor_that_something_on_the_node_ended_is_a_failure_and_no_stop(warm, script, code):
+    result = warm.result(warm.job(script), timeout=30)
+    assert (result["state"], result["exit_code"]) == ("FAILED", code)
+    assert "something on the node ended its supervisor" in result["reason"] and "operator" not in result["reason"]
+    assert not supervise.of_run(warm.latest.name)
+
+
+def test_a_job_that_deletes_its_own_folder_is_told_so(warm):
+    result = warm.result(warm.job('rm -rf "$(dirname "$GPURUN_OUTPUTS")"; exit 3'), timeout=30)
+    folder = warm.node_dir / "runs" / warm.latest.name
+    assert result["exit_code"] == 125 and not folder.exists()
+    assert f"the run's folder {folder} was deleted on the node while the run ran: how it ended isn't known" in result["reason"]
+    assert warm.gpurun(warm.job("echo next")).stdout == b"next\n"
+
+
+def test_nothing_is_left_of_a_job_when_the_end_of_its_supervisor_is_reported(warm):
+    """Not the ones that ignore TERM, nor those with another environment."""
+    script = "trap '' TERM; env -i sleep 4721 & env -i setsid sleep 4722 & echo $!; sleep 0.2; kill -KILL $PPID; while :; do sleep 0.05; done"
+    done = warm.gpurun(warm.job(script), timeout=40)
+    assert done.returncode == 125 and b"left no exit record" in done.stderr, text(done.stderr)
+    commands = [Path(f"/proc/{name}/cmdline").read_bytes() for name in os.listdir("/proc") if name.isdigit() and supervise.start_time(int(name))]
+    assert not [command for command in commands if command.startswith((b"sleep\x004721", b"sleep\x004722"))]
+    assert not supervise.of_run(warm.latest.name)
+
+
+def test_a_damaged_cache_costs_a_push_and_no_run(warm):
+    folder = warm.work / "damaged"
+    path = warm.job("cat data", folder=folder, workspace={"workdir": "."})
+    (folder / "data").write_bytes(b"the right bytes\n")
+    assert warm.gpurun(path).stdout == b"the right bytes\n"
+    cache = warm.node_dir / "cache"
+    content, = (one for one in (cache / "contents").glob("*/*") if one.read_bytes() == b"the right bytes\n")
+    tree = max((cache / "trees").iterdir(), key=lambda one: one.stat().st_mtime_ns)
+
+    def overwrite(one):
+        one.chmod(0o600)
+        one.write_bytes(bytes(one.stat().st_size))
+
+    for damage in (lambda: overwrite(content), lambda: overwrite(tree), lambda: shutil.rmtree(cache / "contents"), lambda: shutil.rmtree(cache)):
+        damage()
+        done = warm.gpurun(path)
+        assert done.stdout == b"the right bytes\n", text(done.stderr)
+
+
 # ---- claims --------------------------------------------------------------------------------------------------------------------------------
 
 def holder(warm, name="holder"):
@@ -342,6 +389,8 @@ def test_a_full_disk_on_the_node_costs_neither_the_exit_code_nor_the_next_run(he
         (here.work / "cluster.toml").write_text(f'[provider]\nkind = "local"\nnode_dir = "{disk}/node"\n')
         done = here.gpurun(here.job("echo some; dd if=/dev/zero of=fill bs=4k; sync; exit 3", name="filler"), timeout=60)
         assert done.returncode == 3 and done.stdout == b"some\n", text(done.stderr)
+        record = here.record()["reason"]
+        assert "the node's disk is full" in record and str(disk) in record and "may be cut short" in record
         done = here.gpurun(here.job("true", name="next"), timeout=60)
         assert done.returncode == 125 and str(disk).encode() in done.stderr and b"free" in done.stderr
         (disk / "node/runs" / next(path.name for path in (disk / "node/runs").iterdir() if path.name.startswith("filler")) / "work/fill").unlink()
