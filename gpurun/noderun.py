@@ -96,6 +96,7 @@ class NodeRun:
         self._store, self._state = store, state
         self._supervisors, self._environment, self._ended = supervisors, environment, ended
         self._tree: Optional[str] = None
+        self._arrived = ""
         self._setup: Optional[RunSetup] = None
         self._job: Optional[RunJob] = None
         self._stop = False
@@ -231,8 +232,9 @@ class NodeRun:
             if not self.over:
                 self.changed.wait(timeout_s)
 
-    def tree_arrived(self, _tree: str) -> None:
+    def tree_arrived(self, tree: str) -> None:
         with self.changed:
+            self._arrived = tree
             self._touched = time.monotonic()
             self.changed.notify_all()
 
@@ -290,6 +292,9 @@ class NodeRun:
             if entries is None:
                 with self.changed:             # a push of it wakes us, another tree, or a stop
                     if self._tree == tree and not self._stop and not self._gone and not self._store.tree(tree):
+                        if self._arrived == tree:   # nobody sends it again
+                            raise TransferError(f"the workspace was removed or damaged in {self._store.root}/cache on the node while the run began; "
+                                                "run again")
                         self.changed.wait(1.0)
         files, size = self._store.materialize(entries, self.workdir)
         with self.changed:

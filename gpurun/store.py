@@ -104,10 +104,17 @@ class Store:
             elif whole and time.time() - found.st_mtime > USED_EVERY_S:
                 _mark_verified(path)
             if not whole:
-                os.unlink(path)
+                self._throw_away(path, found)
             return whole
         except (OSError, WorkspaceError):
             return False            # not here, or a bad block, say: it is sent again, and replaced
+
+    def _throw_away(self, path: str, found: os.stat_result) -> None:
+        """Removes what was found damaged; not what another thread has meanwhile put in its place."""
+        with self._lock:
+            now = os.stat(path)
+            if (now.st_ino, now.st_mtime_ns, now.st_size) == (found.st_ino, found.st_mtime_ns, found.st_size):
+                os.unlink(path)
 
     def _trusted(self, found: os.stat_result) -> bool:
         """Whether nobody but us has touched it since it was verified, and no power loss lies between."""
@@ -165,7 +172,7 @@ class Store:
                 if self._touched - since < KNOWN_S and (found.st_mtime_ns, found.st_size) == (mtime_ns, size):
                     return tree
             if not tree.is_whole(tree_id):
-                os.unlink(tree.path)
+                self._throw_away(tree.path, found)
                 return None
             if any(True for _ in self.lacks(tree)):
                 return None
@@ -385,11 +392,12 @@ class Incoming:
 
     def _place(self, place: str) -> None:
         self._close()
-        try:
-            os.rename(self._path, place)
-        except FileNotFoundError:
-            make_private_dir(os.path.dirname(place))
-            os.rename(self._path, place)
+        with self._store._lock:
+            try:
+                os.rename(self._path, place)
+            except FileNotFoundError:
+                make_private_dir(os.path.dirname(place))
+                os.rename(self._path, place)
 
     def drop(self) -> None:
         """Ends it and leaves nothing; may come after all else."""

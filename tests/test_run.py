@@ -16,6 +16,9 @@ import pytest
 from conftest import eventually
 
 from gpurun import supervise
+from gpurun.messages import MaterializeWorkspace
+from gpurun.noderun import NodeRun
+from gpurun.store import Store
 
 RESULT_KEYS = {"type", "run_id", "state", "exit_code", "reason", "node", "outputs_dir", "outputs", "missing", "seconds"}
 
@@ -212,11 +215,12 @@ def test_a_job_that_deletes_its_own_folder_is_told_so(warm):
 
 def test_nothing_is_left_of_a_job_when_the_end_of_its_supervisor_is_reported(warm):
     """Not the ones that ignore TERM, nor those with another environment."""
-    script = "trap '' TERM; env -i sleep 4721 & env -i setsid sleep 4722 & echo $!; sleep 0.2; kill -KILL $PPID; while :; do sleep 0.05; done"
+    mark = f"4721.{os.getpid()}"
+    script = (f"trap '' TERM; env -i sleep {mark}1 & env -i setsid sleep {mark}2 & sleep 0.2; kill -KILL $PPID; "
+              "while :; do sleep 0.05; done")
     done = warm.gpurun(warm.job(script), timeout=40)
     assert done.returncode == 125 and b"left no exit record" in done.stderr, text(done.stderr)
-    commands = [Path(f"/proc/{name}/cmdline").read_bytes() for name in os.listdir("/proc") if name.isdigit() and supervise.start_time(int(name))]
-    assert not [command for command in commands if command.startswith((b"sleep\x004721", b"sleep\x004722"))]
+    assert not subprocess.run(["pgrep", "-f", f"^sleep {mark}"], capture_output=True).stdout
     assert not supervise.of_run(warm.latest.name)
 
 
@@ -237,6 +241,14 @@ def test_a_damaged_cache_costs_a_push_and_no_run(warm):
         damage()
         done = warm.gpurun(path)
         assert done.stdout == b"the right bytes\n", text(done.stderr)
+
+
+def test_a_tree_that_is_gone_after_its_push_is_a_fault_and_holds_no_node(tmp_path):
+    run = NodeRun.create(Store(str(tmp_path / "node")), "r", "job", "operator", "name", supervisors=None, environment=dict, ended=lambda _: None)
+    run.tree_arrived("0" * 64)
+    run.handle(MaterializeWorkspace("r", "0" * 64))
+    run.begin()
+    assert run.wait_over(20) and "run again" in run.events[-1].reason
 
 
 # ---- claims --------------------------------------------------------------------------------------------------------------------------------

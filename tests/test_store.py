@@ -270,6 +270,29 @@ def test_a_listing_that_is_zeros_now_is_thrown_away_though_it_was_found_whole_ju
     assert (tmp_path / "work" / "f").read_bytes() == b"x"
 
 
+@pytest.mark.parametrize("what", ["listing", "content"])
+def test_a_look_that_finds_damage_late_spares_what_was_put_in_its_place_meanwhile(store, tmp_path, monkeypatch, what):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "f").write_bytes(b"x" * 100)
+    _, tree_id = fill(store, tmp_path / "tree")
+    path = Path(store._path(sha(b"x" * 100))) if what == "content" else Path(store.root, "cache", "trees", tree_id)
+    path.chmod(0o600)
+    path.write_bytes(bytes(path.stat().st_size))
+    owner, name = (manifest, "hash_file") if what == "content" else (store_module.Tree, "is_whole")
+    look = getattr(owner, name)
+
+    def slow_look(*args):
+        result = look(*args)
+        monkeypatch.setattr(owner, name, look)
+        fill(store, tmp_path / "tree")                               # a push, in another thread
+        return result
+
+    monkeypatch.setattr(owner, name, slow_look)
+    store.forget()
+    assert store.tree(tree_id) is None
+    assert path.exists() and Store(store.root).tree(tree_id) is not None
+
+
 # ---- workdirs --------------------------------------------------------------------------------------------------------------------
 
 def test_a_workdir_is_what_rsync_would_have_brought(store, tmp_path):
