@@ -34,7 +34,8 @@ def make_odd_tree(root: Path) -> Path:
                          (b"a/up", b"../plain")]:
         os.symlink(target, os.path.join(base, name))
     for number, (folder, names, files) in enumerate(os.walk(base, topdown=False)):
-        for name in files + [b"."]:
+        # Links to folders too: rsync leaves a link's own time alone if it is of the same second.
+        for name in files + [b"."] + [name for name in names if os.path.islink(os.path.join(folder, name))]:
             os.utime(os.path.join(folder, name), ns=(1, 1_600_000_000_123_456_789 + number * 1_000_000_007), follow_symlinks=name == b".")
     (root / "closed").chmod(0o555)
     return root
