@@ -21,7 +21,7 @@ import os
 import stat
 import threading
 import time
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 from gpurun import manifest
 from gpurun.errors import TransferError, WorkspaceError
@@ -359,7 +359,7 @@ class Incoming:
 
     def __init__(self, store: Store, path: str) -> None:
         self._store, self._path = store, path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         self._hash = hashlib.sha256()
         self.size = 0
 
@@ -376,9 +376,7 @@ class Incoming:
         if self.sha256() != sha256 or self.size != size:
             self.drop()
             return False
-        self._close()
-        os.chmod(self._path, 0o400)
-        _mark_verified(self._path)
+        _mark_verified(self._fd)
         self._place(self._store._path(sha256))
         return True
 
@@ -410,7 +408,7 @@ class Incoming:
             os.close(fd)
 
 
-def _mark_verified(path: str) -> None:
+def _mark_verified(path: Union[str, int]) -> None:
     """Sets its time of last use, with our mark: in whole seconds now."""
     now = int(time.time()) * SECOND_NS + MARK_NS
     os.utime(path, ns=(now, now))
