@@ -149,8 +149,8 @@ def test_while_waiting_for_a_busy_node(warm):
 
 
 def test_in_the_setup(warm):
-    run = Running(warm, warm.job("echo never > x", name="setup", setup="echo 1 > y; echo up; exec sleep 600", outputs=["x", "y"]))
-    run.until("up")
+    run = Running(warm, warm.job("echo never > x", name="setup", setup="echo 1 > y; echo begun; exec sleep 600", outputs=["x", "y"]))
+    run.until("begun")
     assert run.signal(signal.SIGINT).end() == 130
     record = warm.record()
     assert (record["state"], record["reason"], record["outputs"], record["missing"]) == ("FAILED", "stopped by the operator", ["y"], ["x"])
@@ -343,8 +343,8 @@ def test_stop_of_a_run_that_ended_while_nobody_watched_keeps_its_exit_code(warm)
 
 
 def test_stop_in_the_setup_of_a_run_whose_gpurun_was_killed_starts_no_job(warm):
-    run = Running(warm, warm.job("touch ran", name="presetup", setup="echo up; exec sleep 600", outputs=["ran"]))
-    run.until("up")
+    run = Running(warm, warm.job("touch ran", name="presetup", setup="echo begun; exec sleep 600", outputs=["ran"]))
+    run.until("begun")
     run.signal(signal.SIGKILL).process.wait(10)
     assert warm.gpurun("stop", "latest").returncode == 0
     assert warm.record()["reason"] == "stopped by the operator" and warm.record()["missing"] == ["ran"]
