@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 WHEELS = {("Linux", "x86_64"): "manylinux_2_28_x86_64", ("Linux", "aarch64"): "manylinux_2_28_aarch64",
           ("Darwin", "arm64"): "macosx_11_0_arm64"}
 GLIBC = (2, 28)           # of these wheels
-PYTHON = (3, 8)
 PYTHONS = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python3.9", "python3.8", "/usr/bin/python3",
            "/usr/local/bin/python3", "/opt/conda/bin/python3", "~/miniconda3/bin/python3", "~/miniforge3/bin/python3")
 SPARE_BYTES = 32 << 20    # beside what is sent: logs, and the file system's own needs

@@ -28,7 +28,6 @@ from gpurun.files import TEMP_PREFIX, atomic_write
 
 READ_BYTES = 256 << 10        # asked for at once; iroh clears a buffer of this size first, and returns what has arrived, mostly less
 GATHER_S = 0.5                # what has come is handed over at least this often: on a slow link that is the sign of life
-WRITE_BYTES = 512 << 10       # the size of a write that a sender should aim for; below 128 KiB the cost per call shows
 WRITES_IN_FLIGHT = 2          # so that reading a file and sending the block before it overlap
 HANDSHAKE_S = 15.0            # on the accepting side: a peer that doesn't finish its handshake is let go
 HANDSHAKES_AT_ONCE = 64       # more are refused at once: they cost memory before we know who it is
@@ -166,16 +165,20 @@ class Stream:
         nothing: read again."""
         future = self._reading or self._loop.start(self._gather(least))
         self._reading = future
+        data = self._outcome(future, timeout_s, f"nothing from {self.connection.name}")
+        self._reading = None
+        return data
+
+    def _outcome(self, future: "Future[Any]", timeout_s: float, silence: str) -> Any:
+        """The value of a read or write; it stays under way when the wait runs out."""
         try:
-            data = future.result(timeout_s)
+            return future.result(timeout_s)
         except (FutureTimeoutError, asyncio.TimeoutError):
-            raise LinkTimeoutError(f"nothing from {self.connection.name} for {timeout_s:g} s") from None
+            raise LinkTimeoutError(f"{silence} for {timeout_s:g} s") from None
         except CancelledError:
             raise LinkError(f"the stream to {self.connection.name} was given up") from None
         except iroh.IrohError as error:
             raise self.connection.broken(error) from None
-        self._reading = None
-        return data
 
     async def _gather(self, least: int) -> bytes:
         """Pieces of some 100 KB put together in here: handing each to another thread would cost more than decrypting it."""
@@ -193,14 +196,7 @@ class Stream:
         self._writing.append(self._loop.start(self._send.write_all(data)))
 
     def _await_write(self, timeout_s: float) -> None:
-        try:
-            self._writing[0].result(timeout_s)
-        except (FutureTimeoutError, asyncio.TimeoutError):
-            raise LinkTimeoutError(f"{self.connection.name} took nothing for {timeout_s:g} s") from None
-        except CancelledError:
-            raise LinkError(f"the stream to {self.connection.name} was given up") from None
-        except iroh.IrohError as error:
-            raise self.connection.broken(error) from None
+        self._outcome(self._writing[0], timeout_s, f"{self.connection.name} took nothing")
         del self._writing[0]
 
     def flush(self, timeout_s: float) -> None:
