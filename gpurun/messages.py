@@ -53,6 +53,18 @@ class StopJob(NamedTuple):
     grace_s: float = 10.0
 
 
+class Detach(NamedTuple):
+    """Finish this run without an operator. Answered by Detached as soon as that is possible."""
+
+    run_id: str = ""
+
+
+class RemoveRun(NamedTuple):
+    """Delete the run's folder. Answered by Removed; refused while a process of the run is left or may still be started."""
+
+    run_id: str = ""
+
+
 # ---- events: node to operator ----------------------------------------------------------------------------------------------
 
 class NodeReady(NamedTuple):
@@ -134,7 +146,8 @@ class OperatorStop(NamedTuple):
 # ---- the rest of a control session -------------------------------------------------------------------------------------------
 
 class Hello(NamedTuple):
-    """First line of the opener. With a `run_id`: claim the node for it (`claim`) or follow it; events after `after` are sent again."""
+    """First line of the opener. With a `run_id`: claim the node for it (`claim`) or follow it; events after `after` are sent again. `keep`:
+    how many of this operator's collected runs the node is to keep."""
 
     version: str = ""
     operator: str = ""
@@ -143,15 +156,18 @@ class Hello(NamedTuple):
     claim: bool = False
     wait: bool = False
     after: int = 0
+    keep: int = 20
 
 
 class Busy(NamedTuple):
-    """The claim was not given: `run_id` (job `job`, of `operator`) has had the node for `seconds`. With `wait` NodeReady comes later."""
+    """The node isn't this run's: `run_id` (job `job`, of `operator`) has had it for `seconds`. A run that was to wait is in the node's queue
+    from now on, with `ahead` runs in front of it, that one included, and NodeReady comes when it is its turn; else `ahead` is 0."""
 
     run_id: str = ""
     job: str = ""
     operator: str = ""
     seconds: float = 0.0
+    ahead: int = 0
 
 
 class Refused(NamedTuple):
@@ -160,6 +176,29 @@ class Refused(NamedTuple):
     run_id: str = ""
     of: str = ""
     reason: str = ""
+
+
+class Detached(NamedTuple):
+    """The node has all that it takes to end the run alone: the workspace in the run's workdir and the whole plan on its disk."""
+
+    run_id: str = ""
+
+
+class Removed(NamedTuple):
+    run_id: str = ""
+
+
+class QueryRuns(NamedTuple):
+    """How are these runs? One question for all of them, in a session of any run or of none."""
+
+    run_ids: List[str] = []
+
+
+class RunStates(NamedTuple):
+    """run id: {"phase": queued, workspace, setup, run or ended; "over", "collected", "detached"; "seconds" in that phase; "ahead" in the queue;
+    once it ended "code" (null where nobody knows), "signal", "stopped", "reason"}. A run that the node doesn't have isn't in it."""
+
+    states: Dict[str, Any] = {}
 
 
 class Ping(NamedTuple):
@@ -177,8 +216,8 @@ class Sample(NamedTuple):
     values: Dict[str, Any] = {}
 
 
-COMMANDS = (MaterializeWorkspace, RunSetup, RunJob, CollectOutputs, StopJob)
+COMMANDS = (MaterializeWorkspace, RunSetup, RunJob, CollectOutputs, StopJob, Detach, RemoveRun)
 NODE_EVENTS = (NodeReady, WorkspaceMaterialized, SetupCompleted, JobExited, OutputsCollected, NodeFault)
 OPERATOR_EVENTS = (JobSubmitted, NodeLost, OperatorStop)
-OPERATOR_SAYS = COMMANDS + (Hello, Ping)
-NODE_SAYS = NODE_EVENTS + (Busy, Refused, Pong, Sample)
+OPERATOR_SAYS = COMMANDS + (Hello, Ping, QueryRuns)
+NODE_SAYS = NODE_EVENTS + (Busy, Refused, Detached, Removed, RunStates, Pong, Sample)

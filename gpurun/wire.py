@@ -9,9 +9,9 @@ The opener (operator) writes `Hello` first:
 
     {"type":"Hello","version":"0.1.0","operator":"ana@laptop","run_id":"mnist-20260102-030405-1a2b","job":"mnist","claim":true}
 
-The node answers `NodeReady` (with `claim`: the node is this run's), or `Busy` (the claim wasn't given; with `wait` a `NodeReady`
-follows when it is, and the commands sent until then are held), or `Refused`. Then it sends again each event of that run whose `seq`
-is above `after`, and each new one:
+The node answers `NodeReady` (the node is this run's), or `Busy` (it is another one's; with `wait` this run is in the node's queue from
+then on, takes commands and its workspace, and `NodeReady` follows when it is its turn), or `Refused`. Then it sends again each event of
+that run whose `seq` is above `after`, and each new one:
 
     {"type":"NodeReady","run_id":"mnist-20260102-030405-1a2b","facts":{"python":"3.11.2","cpus":8}}
     {"type":"WorkspaceMaterialized","run_id":"mnist-20260102-030405-1a2b","seq":1,"files":12,"size_bytes":48121}
@@ -29,12 +29,22 @@ done (RunSetup: the workspace; RunJob: the setup; CollectOutputs: the last proce
     {"type":"CollectOutputs","run_id":"mnist-20260102-030405-1a2b","outputs":["metrics.json"]}
     {"type":"StopJob","run_id":"mnist-20260102-030405-1a2b","grace_s":10.0}
 
+`Detach` asks the node to end the run alone; `Detached` says that it can: the workspace is in the workdir and the plan, without the values
+of `env`, on its disk. Those stay in the agent's memory: an agent that was restarted before the job began needs RunSetup and RunJob again.
+
+    {"type":"Detach","run_id":"mnist-20260102-030405-1a2b"}
+    {"type":"Detached","run_id":"mnist-20260102-030405-1a2b"}
+    {"type":"QueryRuns","run_ids":["mnist-20260102-030405-1a2b"]}
+    {"type":"RunStates","states":{"mnist-20260102-030405-1a2b":{"phase":"ended","over":true,"collected":false,"code":0}}}
+    {"type":"RemoveRun","run_id":"mnist-20260102-030405-1a2b"}
+    {"type":"Removed","run_id":"mnist-20260102-030405-1a2b"}
+
 `Ping` is answered by `Pong` with its number. `Sample` (node to operator) is telemetry. `Refused` names the `type` that wasn't taken.
 A command for a run that this session has not claimed, or that the node doesn't have, is answered by `Refused`.
 
     {"type":"Ping","number":7}
     {"type":"Pong","number":7}
-    {"type":"Busy","run_id":"other-20260102-030405-9f9f","job":"other","operator":"bo@ci","seconds":12.5}
+    {"type":"Busy","run_id":"other-20260102-030405-9f9f","job":"other","operator":"bo@ci","seconds":12.5,"ahead":1}
     {"type":"Refused","of":"RunJob","reason":"this node has no run mnist-20260102-030405-1a2b"}
     {"type":"Sample","run_id":"mnist-20260102-030405-1a2b","values":{"cpu_percent":97.5,"gpu":[{"util_percent":88}]}}
 
