@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
 
-from gpurun import __version__, fsm, manifest, transfer, workspace
+from gpurun import __version__, fsm, landing, manifest, transfer, workspace
 from gpurun.config import Cluster, Job
 from gpurun.errors import EXIT_STOPPED, GpurunError, LinkError, NodeBusyError, RefusedError, TransferError, WireError, WorkspaceError
 from gpurun.files import human_bytes, write_all
@@ -554,7 +554,7 @@ class Orchestrator:
         self._followed = True
 
     def _pull_outputs(self, session: Session) -> Any:
-        return transfer.pull(session.transfer(), self._fsm.run_id, list(self._job.outputs), self._folder.outputs, self._pull_progress)
+        return landing.pull(session.transfer(), self._fsm.run_id, list(self._job.outputs), self._folder.outputs, self._pull_progress)
 
     def _pull_progress(self, done: int, total: int, name: str) -> None:
         self._record.bytes["pulled"] = done

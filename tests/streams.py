@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpurun import manifest, transfer, wire, workspace
+from gpurun import landing, manifest, transfer, wire, workspace
 from gpurun.errors import GpurunError, LinkError, LinkTimeoutError
 from gpurun.link import Link
 from gpurun.store import Store
@@ -143,7 +143,7 @@ def pull(work, declared, target, progress=quiet, over=lambda timeout_s: True, **
     serve = lambda channel, header: acknowledged.append(transfer.serve_pull(channel, header, str(work), over))
     with node(serve, **cuts) as stream:
         try:
-            pulled = transfer.pull(stream, "run-1", declared, str(target), progress)
+            pulled = landing.pull(stream, "run-1", declared, str(target), progress)
         finally:
             pull.stream = stream
     assert acknowledged == [] or acknowledged[0].files == pulled.files

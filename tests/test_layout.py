@@ -27,7 +27,7 @@ ROWS = (
     "files fsm wire manifest config",
     "paths link supervise known_hosts store screen records workspace",
     "agentfile ssh transfer",
-    "provider noderun",
+    "provider noderun landing",
     "agent bootstrap session",
     "node provider_local provider_ssh orchestrator",
     "stopping doctor",

@@ -12,7 +12,7 @@ import zlib
 
 import pytest
 
-from gpurun import manifest, transfer
+from gpurun import landing, manifest, transfer
 from gpurun.errors import LinkError, TransferError, WireError
 from gpurun.manifest import Entry
 from streams import ROOT, as_agent, iroh_pair, node, peak_mb, pull, quiet, target, work, write_files
@@ -197,8 +197,8 @@ def test_a_full_disk_here_is_named_with_free_and_needed_bytes_and_a_second_pull_
         with pytest.raises(TransferError) as caught:
             pull(work, ["out"], target)
         assert str(target) in str(caught.value) and "8,388,608 bytes" in str(caught.value) and "still on the node" in str(caught.value)
-        really, lie = transfer.free_bytes, [1 << 30]
-        monkeypatch.setattr(transfer, "free_bytes", lambda path: lie.pop() if lie else really(path))     # another takes the room meanwhile
+        really, lie = landing.free_bytes, [1 << 30]
+        monkeypatch.setattr(landing, "free_bytes", lambda path: lie.pop() if lie else really(path))     # another takes the room meanwhile
         with pytest.raises(TransferError) as caught:
             pull(work, ["out"], target)
         text = str(caught.value)
@@ -258,7 +258,7 @@ def node_says(tmp_path, entries, frames=(), declared=("out",), summary=None, mis
     with node(lies) as stream:
         try:
             with pytest.raises(error) as caught:
-                transfer.pull(stream, "run-1", list(declared), str(target), quiet)
+                landing.pull(stream, "run-1", list(declared), str(target), quiet)
         finally:
             stream.abort()
     after = {path: look for path, look in looks(tmp_path).items() if not path.startswith(("run/outputs", "run/.incoming"))}
@@ -395,5 +395,5 @@ def test_over_a_real_link_an_operator_that_gives_up_frees_the_node_at_once(tmp_p
     opened = iroh_pair(serve)
     with tiny_disk(tmp_path / "disk", "3m") as disk:
         with pytest.raises(TransferError, match="no room here"):
-            transfer.pull(opened(), "run-1", ["out"], str(disk / "outputs"), quiet)
+            landing.pull(opened(), "run-1", ["out"], str(disk / "outputs"), quiet)
         assert ended.wait(15)

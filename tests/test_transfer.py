@@ -13,7 +13,7 @@ import zlib
 
 import pytest
 
-from gpurun import manifest, store as store_module, transfer
+from gpurun import landing, manifest, store as store_module, transfer
 from gpurun.errors import LinkError, TransferError, WireError, WorkspaceError
 from gpurun.manifest import Entry
 from gpurun.store import Store
@@ -205,7 +205,7 @@ def test_over_a_real_link_everything_arrives(tmp_path, iroh_pair):
     transfer.push(opened(), str(tree), entries, encoded, quiet)
     (tmp_path / "work").mkdir()
     store.materialize(store.tree(arrived[0]), str(tmp_path / "work" / "out"))
-    transfer.pull(opened(), "run-1", ["out"], str(tmp_path / "outputs"), quiet)
+    landing.pull(opened(), "run-1", ["out"], str(tmp_path / "outputs"), quiet)
     assert looks(tmp_path / "work" / "out") == looks(tree)
     (tree / "closed").chmod(0o755)
     for path in (tree / "sticky", tree / "setgid"):
