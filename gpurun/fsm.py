@@ -24,12 +24,13 @@ TABLE = {
     NodeReady:             ("go_on",    "stay",      "stay",       "stay",      "stay"),
     WorkspaceMaterialized: (None,       "go_on",     "stay",       "stay",      "stay"),
     SetupCompleted:        (None,       None,        "setup_end",  "stay",      "stay"),
-    JobExited:             (None,       "early_end", "early_end",  "job_end",   "stay"),
+    JobExited:             ("early_end", "early_end", "early_end", "job_end",   "stay"),
     OutputsCollected:      (None,       None,        None,         None,        "finish"),
     NodeFault:             ("fault",    "fault",     "fault",      "fault",     "no_outputs"),
     NodeLost:              ("fault",    "fault",     "fault",      "fault",     "no_outputs"),
     OperatorStop:          ("not_begun", "stop",     "stop",       "stop",      "stay"),
 }
+QUEUE = "queue"
 COMMAND_OF = {"workspace": "MaterializeWorkspace", "setup": "RunSetup", "run": "RunJob", "collect": "CollectOutputs"}
 
 BY_OPERATOR = "stopped by the operator"
@@ -41,7 +42,8 @@ SIGNALS = ("HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TER
 
 @dataclass(frozen=True)
 class Run:
-    """Facts only. `exit_code`: the job's own, or that of the setup that ended the run. `failed_phase`: where what failed it happened."""
+    """Facts only. `exit_code`: the job's own, or that of the setup that ended the run. `failed_phase`: where what failed it happened ("queue": before
+    its turn on the node)."""
 
     run_id: str
     has_workspace: bool
@@ -53,6 +55,7 @@ class Run:
     reason: str = ""
     stopped: bool = False
     failed_phase: str = ""
+    ended: bool = False          # the node has said that nothing of it runs any more
     collected: bool = False      # the outputs are home, as far as they exist
 
 
@@ -74,16 +77,22 @@ def unsettled(run: Run) -> bool:
     """Whether a run was closed without the node's last word: its job may still run there, or its outputs are still there."""
     if run.state != FAILED or not run.failed_phase:
         return False                             # a success, or a run that no node began
-    return run.exit_code is None or (run.has_outputs and not run.collected)
+    return not _ended(run) or (run.has_outputs and not run.collected)
 
 
 def reopen(run: Run) -> Run:
     """An unsettled run as it was before it was closed: what the node says from now on decides."""
-    if run.exit_code is None:
+    if run.failed_phase == QUEUE:
+        return replace(run, state=PENDING, phase="", reason="", failed_phase="", stopped=False)
+    if not _ended(run):
         return replace(run, state=RUNNING, phase=run.failed_phase, reason="", failed_phase="", stopped=False)
     failed = "" if run.failed_phase == "collect" else run.failed_phase
     reason = run.reason.partition(NOT_COLLECTED)[0] if failed else "exited 0"
     return replace(run, state=RUNNING, phase="collect", reason=reason, failed_phase=failed)
+
+
+def _ended(run: Run) -> bool:
+    return run.ended or run.exit_code is not None
 
 
 def accept_from_wire(event: Any) -> Any:
@@ -129,10 +138,10 @@ def _job_end(run: Run, event: JobExited) -> Next:
 
 
 def _early_end(run: Run, event: JobExited) -> Next:
-    """Before the job has begun, only a stop (from here or another shell) ends it."""
+    """Before the job has begun, only a stop (from here or another shell) ends it; in the node's queue there is nothing to collect."""
     if not event.stopped:
         raise _misplaced(run, event)
-    return _job_end(run, event)
+    return _job_end(run, event) if run.phase else _not_begun(run, event)
 
 
 def _end(run: Run, event: Any, what: str) -> Next:
@@ -143,7 +152,7 @@ def _end(run: Run, event: Any, what: str) -> Next:
     if stopped:
         reason = BY_OPERATOR if event.stopped else f"{BY_OPERATOR}; before that the {what or 'job '}had {how[len(what):]}"
     failed = run.phase if stopped or event.code else ""
-    run = replace(run, exit_code=event.code, stopped=stopped, reason=reason, failed_phase=failed)
+    run = replace(run, exit_code=event.code, stopped=stopped, reason=reason, failed_phase=failed, ended=True)
     return (replace(run, phase="collect"), (COMMAND_OF["collect"],)) if run.has_outputs else _finish(run, event)
 
 
@@ -155,13 +164,22 @@ def _finish(run: Run, event: Any) -> Next:
 
 def _fault(run: Run, event: Any) -> Next:
     reason = _fault_reason(event)
-    if run.stopped:
+    lost = isinstance(event, NodeLost)
+    if run.stopped and not _nodes_word(event):
         reason += "; a stop was asked for and the node didn't answer it, so the job may still run there"
-    elif isinstance(event, NodeLost) and run.phase:
+    elif lost and run.phase:
         reason += "; the job may still run there"
-    if isinstance(event, NodeLost) and run.phase:
-        reason += f". Once the node is back, `gpurun stop {run.run_id}` ends it and collects what there is"
-    return replace(run, state=FAILED, phase="", reason=reason, failed_phase=run.phase), ()
+    if lost:
+        reason += f". Once the node is back, `gpurun attach {run.run_id}` goes on with it and `gpurun stop {run.run_id}` ends it"
+    run = replace(run, reason=reason, failed_phase=run.phase or (QUEUE if lost else ""), ended=_nodes_word(event))
+    if run.ended and run.phase in ("setup", "run") and run.has_outputs:   # what the job had saved before its node failed it
+        return replace(run, phase="collect"), (COMMAND_OF["collect"],)
+    return replace(run, state=FAILED, phase=""), ()
+
+
+def _nodes_word(event: Any) -> bool:
+    """Whether the node itself says that the run is over: then the event is on its disk and has a number there."""
+    return isinstance(event, NodeFault) and event.seq > 0
 
 
 def _no_outputs(run: Run, event: Any) -> Next:
@@ -170,11 +188,11 @@ def _no_outputs(run: Run, event: Any) -> Next:
         return _finish(replace(run, reason=f"{run.reason}{NOT_COLLECTED}{_fault_reason(event)}"), event)
     reason = (f"the job itself exited 0, but its outputs were not collected: {_fault_reason(event)}; "
               f"they are still on the node in the run's folder, runs/{run.run_id}/work below its node_dir; "
-              f"`gpurun stop {run.run_id}` tries again to collect them")
+              f"`gpurun fetch {run.run_id}` tries again to collect them")
     return _finish(replace(run, reason=reason, failed_phase="collect"), event)
 
 
-def _not_begun(run: Run, event: OperatorStop) -> Next:
+def _not_begun(run: Run, event: Any) -> Next:
     return replace(run, state=FAILED, stopped=True, reason=f"{BY_OPERATOR} before anything was begun"), ()
 
 

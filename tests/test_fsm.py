@@ -43,6 +43,7 @@ ALLOWED = [
     ("PENDING", NodeFault(), FAILED, ()),
     ("PENDING", NodeLost(), FAILED, ()),
     ("PENDING", OperatorStop(), FAILED, ()),
+    ("PENDING", KILLED, FAILED, ()),
     ("workspace", NodeReady(), "workspace", ()),
     ("workspace", WorkspaceMaterialized(), "setup", ("RunSetup",)),
     ("workspace", KILLED, "collect", ("CollectOutputs",)),
@@ -56,6 +57,7 @@ ALLOWED = [
     ("setup", SetupCompleted(code=0, stopped=True), "collect", ("CollectOutputs",)),
     ("setup", KILLED, "collect", ("CollectOutputs",)),
     ("setup", NodeFault(), FAILED, ()),
+    ("setup", NodeFault(seq=2), "collect", ("CollectOutputs",)),
     ("setup", NodeLost(), FAILED, ()),
     ("setup", OperatorStop(), "setup", ("StopJob",)),
     ("run", NodeReady(), "run", ()),
@@ -66,6 +68,7 @@ ALLOWED = [
     ("run", BAD, "collect", ("CollectOutputs",)),
     ("run", KILLED, "collect", ("CollectOutputs",)),
     ("run", NodeFault(), FAILED, ()),
+    ("run", NodeFault(seq=2), "collect", ("CollectOutputs",)),
     ("run", NodeLost(), FAILED, ()),
     ("run", OperatorStop(), "run", ("StopJob",)),
     ("collect", NodeReady(), "collect", ()),
@@ -187,7 +190,8 @@ def test_a_failed_job_keeps_its_exit_code_whatever_the_collection_does(fault):
 def test_a_node_that_fails_before_the_end_is_125_with_its_reason(where, fault, reason):
     run, _ = step(at(where), fault)
     assert run.reason.startswith(reason)
-    assert (run.state, outcome(run), run.exit_code, run.failed_phase) == (FAILED, 125, None, at(where).phase)
+    assert (run.state, outcome(run), run.exit_code, run.failed_phase) == (
+        FAILED, 125, None, at(where).phase or ("queue" if isinstance(fault, NodeLost) else ""))
 
 
 # ---- stopping ------------------------------------------------------------------------------------------------------------------
@@ -365,3 +369,30 @@ def test_a_run_that_ended_as_it_should_or_never_began_stays_closed():
     done, _ = step(step(at("run"), JobExited(code=3))[0], OutputsCollected())
     never, _ = step(FULL, NodeFault(reason="busy"))
     assert not unsettled(done) and not unsettled(never)
+
+
+@pytest.mark.parametrize("where", ["setup", "run"])
+def test_what_a_job_had_saved_before_its_node_failed_it_comes_home_and_the_run_is_no_success(where):
+    run, commands = step(at(where), NodeFault(seq=3, reason="the node restarted while the job ran: no exit status"))
+    assert (run.phase, commands, run.exit_code) == ("collect", ("CollectOutputs",), None)
+    run, _ = step(run, OutputsCollected())
+    assert (run.state, outcome(run), run.reason) == (FAILED, 125, "the node restarted while the job ran: no exit status")
+    assert not unsettled(run)
+
+
+def test_outputs_that_did_not_come_after_a_fault_of_the_node_can_be_collected_later():
+    run, _ = walk(at("run"), NodeFault(seq=3, reason="gone"), NodeLost(reason="silent"))
+    assert run.state == FAILED and unsettled(run)
+    again, _ = step(reopen(run), OutputsCollected())
+    assert (again.state, outcome(again), again.reason) == (FAILED, 125, "gone") and not unsettled(again)
+
+
+def test_a_run_that_was_lost_in_the_nodes_queue_can_be_taken_up_there():
+    run, _ = step(FULL, NodeLost(reason="silent"))
+    assert unsettled(run) and reopen(run).state == "PENDING"
+    assert step(reopen(run), NodeReady())[0].phase == "workspace"
+
+
+def test_a_run_that_is_stopped_in_the_nodes_queue_never_began():
+    run, _ = step(FULL, KILLED)
+    assert (run.state, outcome(run)) == (FAILED, 130) and "before anything was begun" in run.reason and not unsettled(run)
