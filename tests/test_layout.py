@@ -24,7 +24,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 # A file imports only from the rows above its own.
 ROWS = (
     "__init__ errors messages",
-    "files fsm wire manifest config",
+    "files fsm membership wire manifest config",
     "paths link supervise known_hosts store screen records workspace",
     "agentfile ssh transfer",
     "provider noderun landing",
@@ -38,7 +38,7 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split(
 # `provider.nodes()` is the door to the kinds, each of which implements the contract that stands in the same file.
 DOORS = {("provider", "provider_local"), ("provider", "provider_ssh")}
 OUTSIDE = {"click": {"cli"}, "iroh": {"link"}, "fabric": {"ssh"}, "paramiko": {"ssh"}, "pathspec": {"workspace"}, "tomli": {"config"}}
-PURE = ("fsm", "messages", "wire")
+PURE = ("fsm", "membership", "messages", "wire")
 PURE_MODULES = {"__future__", "collections", "dataclasses", "enum", "json", "math", "re", "struct", "typing"}
 MAX_LINES = 800
 TOP = {".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "contrib", "gpurun", "pyproject.toml", "tests"}
