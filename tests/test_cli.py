@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("run", "plan", "status", "logs", "stop", "doctor")
+COMMANDS = ("run", "submit", "plan", "status", "logs", "stop", "doctor")
 
 
 def snapshot(*roots: Path) -> dict[str, tuple]:
