@@ -529,7 +529,7 @@ class Orchestrator:
     def _follow_logs(self, session: Session) -> Any:
         return transfer.follow(session.transfer(), self._fsm.run_id, self._offsets, self._take_log)
 
-    def _take_log(self, name: str, data: bytes) -> None:
+    def _take_log(self, name: str, position: int, data: bytes) -> None:
         """Keeps and shows a piece. A reader that pauses holds us up here, and through the stream the node's sending: never the job."""
         self._log_moved, self._writing = time.monotonic(), True
         path = {"run.out": self._folder.stdout, "run.err": self._folder.stderr}.get(name, self._folder.setup)

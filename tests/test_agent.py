@@ -90,7 +90,7 @@ class Operator:
 
     def logs(self, known: dict[str, Any], run_id: str) -> bytes:
         connection, out = self.dial(known, wire.TRANSFER_ALPN), []
-        transfer.follow(connection.open(WAIT_S), run_id, {"run.out": 0}, lambda name, data: out.append(data))
+        transfer.follow(connection.open(WAIT_S), run_id, {"run.out": 0}, lambda name, position, data: out.append(data))
         connection.close()
         return b"".join(out)
 
