@@ -4,7 +4,7 @@ The main thread owns the run: it takes one item after the other out of an inbox.
 connecting, the session, the push, the logs, the outputs) is a thread that ends in an item, and so is a signal: whatever is going on,
 Ctrl-C is the next thing that is seen. After each event the new state is on disk before anything is sent. The whole plan goes to the
 node in one flight behind Hello; a command that the lifecycle asks for later was then sent already, and is sent again only to a node
-that may not have it.
+that may not have it. So the node can end the run alone, and any later process can take it over from its record (`take_over`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import Any, Callable, Sequence
 
 from gpurun import __version__, fsm, landing, manifest, transfer, workspace
 from gpurun.config import Cluster, Job
-from gpurun.errors import EXIT_STOPPED, GpurunError, LinkError, NodeBusyError, RefusedError, TransferError, WireError, WorkspaceError
-from gpurun.files import human_bytes, write_all
+from gpurun.contact import Contact
+from gpurun.errors import (
+    EXIT_STOPPED, EXIT_TIME_LIMIT, GpurunError, LinkError, NodeBusyError, RefusedError, TransferError, WireError, WorkspaceError,
+)
+from gpurun.files import exact_bytes, free_bytes, human_bytes
 from gpurun.link import Link
+from gpurun.logs import Logs
 from gpurun.messages import (
-    TERMINAL, Busy, CollectOutputs, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeLost, NodeReady, OperatorStop, OutputsCollected,
-    Ping, Pong, Refused, RunJob, RunSetup, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
+    TERMINAL, Busy, CollectOutputs, Detach, Detached, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeLost, NodeReady, OperatorStop,
+    OutputsCollected, Ping, Refused, RunJob, RunSetup, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
 )
 from gpurun.provider import Node
 from gpurun.records import Record, RunFolder, utc_now
@@ -32,19 +36,15 @@ from gpurun.screen import Screen, counted, remember_terminal
 from gpurun.session import DIAL_S, Session, current, dial, reach
 
 TICK_S = 0.2
-PING_S = 2.0
-SUSPECT_S = 7.0               # silence that is worth a line: the answers to three pings are missing
-READ_SO_FAR = 0               # the number of the Ping whose Pong says that the node has read what was sent before it
-SILENT_S = 15.0               # nothing heard for so long: the link counts as broken, a new one is tried
 STOP_UNHEARD_S = 30.0         # a stop that can't be delivered is given up after this time
-RETRY_S = (0.5, 1.0, 2.0, 5.0)
-REFUSALS = 2                  # by an agent that was told each time to take us
-REDEPLOY_AFTER = 1            # failed dials (of 10 s) before SSH (or this machine) is asked to look after the agent
 AGAIN_S = 5.0                 # a transfer that lasted so long and broke is begun again; one that broke sooner takes the session with it
 LOGS_S = 60.0                 # for the rest of the logs once all else is done, counted from their last move
 FAULT_LOGS_S = 5.0            # the same when the node could not end the run as it should
 PUSHES = 3                    # a workspace that changes under us is listed and pushed again this often
+KEEP_RUNS = 20                # collected runs of this operator that the node keeps
+GRACE_S = 10.0                # between TERM and KILL
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KEYS = {"s": "stop the job", "d": "detach: the job goes on there", "g": "go on watching"}
 
 
 class Left(Exception):
@@ -52,43 +52,44 @@ class Left(Exception):
 
 
 class Orchestrator:
-    """Drives one run. `run()` returns the result object, whose `exit_code` is the process's."""
+    """Drives one run. `run()` and `take_over()` return the result object, whose `exit_code` is the process's."""
 
     def __init__(self, job: Job, cluster: Cluster, nodes: Sequence[Node], link: Callable[[], Link], folder: RunFolder, record: Record,
-                 screen: Screen, wait: bool = False, operator: str = "") -> None:
+                 screen: Screen, wait: bool = False, operator: str = "", detach: bool = False, keep: int = KEEP_RUNS, whole: bool = True) -> None:
+        """`detach`: leave as soon as the node can end the run alone. `whole`: `job` is all that it was when the run was begun, the values
+        of its env and the workspace included (what a record alone hasn't got)."""
         self._job, self._cluster, self._nodes, self._make_link = job, cluster, list(nodes), link
         self._folder, self._record, self._screen = folder, record, screen
-        self._wait, self._operator = wait, operator
+        self._wait, self._operator, self._detach, self._keep, self._whole = wait, operator, detach, keep, whole
         self._fsm = fsm.Run(run_id=record.run_id, has_workspace=job.workdir is not None, has_setup=bool(job.setup),
                             has_outputs=bool(job.outputs))
         self._inbox: "SimpleQueue[Any]" = SimpleQueue()
         self._link: Link | None = None
-        self._session: Session | None = None
+        self._contact = self._contact_with(self._nodes[0])
         self._preparing = False               # a thread may be asking for a passphrase
         self._greeted = False                 # a node may have the run
         self._waiting = False                 # it is busy, and we stand in its queue
         self._sent: set[str] = set()          # the commands that went over this session
         self._entries: list[manifest.Entry] = []
         self._encoded = b""
-        self._offsets = {name: 0 for name in transfer.LOGS}
-        self._logs: dict[str, int] = {}
+        self._logs = Logs(folder)
+        self._shown = dict(self._logs.kept)   # where the node's logs go on
         self._echo = True                     # whether the job's output is shown as well as kept
+        self._tail: int | None = None         # lines of each log that a taker-over wants to see of the past, None: all
         self._warned: set[str] = set()
         self._followed = self._pulled = self._writing = False
         self._collected: OutputsCollected | None = None
         self._collect_error = ""
         self._refused: set[str] = set()
         self._signals = 0
+        self._asked = False                   # what Ctrl-C means is being asked
         self._stop_wanted = self._taking_over = False
+        self._grace_s = GRACE_S
+        self._detached = self._left = self._timed_out = False
+        self._deadline = float("inf")
         self._began = self._phase_began = time.monotonic()
-        self._heard = self._log_moved = self._ended = time.monotonic()
-        self._pinged = 0.0
-        self._suspect = False                 # the silence was said
-        self._refusals = 0
-        self._trouble = ""                    # why reconnecting failed the last time
-        self._stop_at = 0.0                   # when a stop was asked for
-        self._attempt = -1                    # -1: connected; else how often reconnecting has failed
-        self._shown = ""                      # the phase that the screen is at
+        self._log_moved = self._ended = time.monotonic()
+        self._shown_phase = ""                # the phase that the screen is at
         self._round = 0                       # transfers of an earlier session or claim have an earlier number
         self._launched: dict[str, float] = {}
         self._turns = {name: threading.Lock() for name in ("push", "follow", "pull")}   # one at a time of each, whatever session
@@ -96,7 +97,8 @@ class Orchestrator:
     # ---- from outside ------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """The whole run. Raises GpurunError for what goes wrong before the node has the run; all else is in the result."""
+        """The whole run, or with `detach` its beginning. Raises GpurunError for what goes wrong before the node has the run; all else is
+        in the result."""
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:   # nohup, and a shell's `&` in a script, have their reasons
                 # Never put back: a late Ctrl-C mustn't cut off the result that the caller prints.
@@ -110,29 +112,37 @@ class Orchestrator:
         except Left:
             self._say_what_is_left()
         finally:
+            self._screen.stop_asking()
             if self._preparing:
                 restore_terminal()
             self._close()
         return self._result()
 
-    def stop(self) -> dict[str, Any]:
-        """Takes over a run that no process here drives, from its record, and ends it. A job that has ended by itself meanwhile keeps
-        its own exit code; its outputs and the rest of its logs come home in any case."""
-        self._fsm = replace(self._fsm, **{name: value for name, value in self._record.fsm.items() if name in asdict(self._fsm)})
-        if self._fsm.state in TERMINAL:       # declared lost, or its outputs never came: now the node has its say
+    def take_over(self, stop: bool = False, grace_s: float = GRACE_S, echo: bool = True, tail: int | None = None,
+                  deadline: float = float("inf")) -> dict[str, Any]:
+        """Goes on with a run that no process here drives, from its record, to its end; with `stop` it is ended. What its node says is the truth: a
+        job that ended by itself meanwhile has its own exit code, and its outputs and the rest of its logs come home in any case.
+
+        `echo` shows its logs: from the beginning, or the last `tail` lines of each and what comes then. At `deadline` (time.monotonic) it
+        is left: exit code 124. Raises GpurunError when the node can't be reached; the record stays as it is then.
+        """
+        known = asdict(self._fsm)
+        self._fsm = replace(self._fsm, **{name: value for name, value in self._record.fsm.items() if name in known})
+        if fsm.unsettled(self._fsm):          # declared lost, or its outputs never came: now the node has its say
             self._fsm = fsm.reopen(self._fsm)
-        self._taking_over = self._stop_wanted = True
-        self._echo = False
-        self._signals = 1                     # there is nothing to stop but this: the first Ctrl-C leaves
-        have = {"run.out": self._folder.stdout, "run.err": self._folder.stderr}
-        self._offsets.update((name, os.path.getsize(path)) for name, path in have.items() if os.path.exists(path))
-        if os.path.exists(self._folder.setup):
-            del self._offsets["setup.out"], self._offsets["setup.err"]   # two streams in one file: where each of them stood isn't known
+            self._record.times["ended"] = ""
+        self._taking_over, self._stop_wanted, self._grace_s = True, stop, grace_s
+        self._echo, self._tail, self._deadline = echo, tail if echo else None, deadline
+        self._signals = 1 if stop else 0      # there is nothing to stop but this: the first Ctrl-C leaves
         return self.run()
+
+    def _contact_with(self, node: Node) -> Contact:
+        return Contact(node, self._make_link, self._inbox, self._screen, self._cluster.lost_after_s, self._node_lost, self._give_up)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._signals += 1
         if self._signals > 3:                 # the main thread hangs, in a write that nobody reads: it has had its chances
+            self._screen.stop_asking()
             os._exit(EXIT_STOPPED)
         self._inbox.put(("signal", None, number))
 
@@ -154,11 +164,18 @@ class Orchestrator:
         """Lists the workspace while the connection is made."""
         dialled: "SimpleQueue[Any]" = SimpleQueue()
         threading.Thread(target=self._dial_first, args=(dialled,), name="dial", daemon=True).start()
-        if self._job.workdir is not None:
+        if self._needs_push():
+            if not self._whole:
+                raise GpurunError(f"the workspace of {self._fsm.run_id} never arrived on its node, and it can't be sent again: {self._job.path} "
+                                  f"isn't any more what it was. End the run with: gpurun stop {self._fsm.run_id}")
             self._list_workspace()
         session, error = dialled.get()
         self._link = self._make_link()
         return session or self._reach_any(error)
+
+    def _needs_push(self) -> bool:
+        return (self._fsm.has_workspace and self._fsm.phase in ("", "workspace") and self._fsm.state not in TERMINAL
+                and not self._stop_wanted and not self._record.detached)
 
     def _dial_first(self, result: "SimpleQueue[Any]") -> None:
         """Only the quick way, and quietly: all that a second run needs."""
@@ -197,6 +214,9 @@ class Orchestrator:
         found = workspace.scan(root, self._job.exclude, os.path.dirname(self._folder.path),
                                lambda files, _size, name: self._screen.progress(files, None, "files", name))
         self._entries, self._encoded = found.entries, manifest.encode(found.entries)
+        tree = manifest.tree_id(self._encoded)
+        if self._record.job.setdefault("tree", tree) != tree:
+            self._screen.warn("the workspace isn't what it was when the run was begun; what hasn't arrived goes as it is now")
         files = sum(entry.kind == "file" for entry in found.entries)
         left_out = f"; {found.excluded_count} left out by exclude" if found.excluded_count else ""
         self._screen.say(f"workspace {manifest.quote_name(root)}: {counted(files, 'files')}, {human_bytes(found.total_bytes)}{left_out}")
@@ -210,34 +230,42 @@ class Orchestrator:
     def _prepared(self, session: Session) -> None:
         """A first session with a node: claims it for this run."""
         self._preparing = False
-        self._session, node = session, self._nodes[0]
-        self._record.node = {"name": node.name, "kind": node.kind, "agent_id": session.endpoint.agent_id,
-                             "cluster": str(self._cluster.path or "")}
+        node = self._nodes[0]
+        if node is not self._contact.node:
+            self._contact = self._contact_with(node)
+        self._contact.connected(session)
+        if not self._taking_over:
+            self._record.node = {"name": node.name, "kind": node.kind, "agent_id": session.endpoint.agent_id,
+                                 "cluster": str(self._cluster.path or "")}
         self._record.agent, self._record.path = session.endpoint.version, session.path()
-        self._record.fsm = asdict(self._fsm)
+        self._mirror()
         self._save()
-        if self._job.workdir is not None:
+        if self._needs_push():
             self._screen.phase("push", f"to {node.name}")
+        elif self._fsm.phase:
+            self._show_phase()
         self._hello()
 
     def _failed(self, error: GpurunError) -> None:
-        """No node has the run: it ends here."""
+        """No node has the run: it ends here. One that is taken over goes on there, as far as anybody knows."""
         self._preparing = False
-        self._step(NodeFault(self._fsm.run_id, reason=str(error)))
+        if not self._taking_over:
+            self._step(NodeFault(self._fsm.run_id, reason=str(error)))
         raise error
 
     def _hello(self) -> None:
         """Opens the session. A node that had the run and lost it must say so: only a run that never began is claimed."""
-        assert self._session is not None
-        self._heard, self._attempt = time.monotonic(), -1
+        session = self._contact.session
+        assert session is not None
         plan = self._plan()
         if self._stop_wanted and self._fsm.state not in TERMINAL:
-            plan.append(StopJob(self._fsm.run_id))
+            plan.append(self._stop_job())
         hello = Hello(version=__version__, operator=self._operator, run_id=self._fsm.run_id, job=self._job.name,
-                      claim=not self._fsm.phase and not self._stop_wanted, wait=self._wait and len(self._nodes) == 1, after=self._record.seq)
+                      claim=not self._fsm.phase and not self._stop_wanted and not self._taking_over,
+                      wait=self._wait and len(self._nodes) == 1, after=self._record.seq, keep=self._keep)
         self._sent = {type(command).__name__ for command in plan}
         try:
-            self._session.begin(hello, *plan)
+            session.begin(hello, *plan)
         except LinkError as error:
             self._greeted = True
             self._broken(error)
@@ -254,7 +282,7 @@ class Orchestrator:
         if self._fsm.state in TERMINAL:
             return plan
         if not self._stop_wanted:
-            if self._fsm.has_workspace and done <= 0:
+            if self._needs_push():
                 plan.append(MaterializeWorkspace(run_id, manifest.tree_id(self._encoded)))
             if self._fsm.has_setup and done <= 1:
                 plan.append(RunSetup(run_id, self._job.setup, self._job.env))
@@ -262,20 +290,29 @@ class Orchestrator:
                 plan.append(RunJob(run_id, self._job.run, self._job.env))
         if self._fsm.has_outputs:
             plan.append(CollectOutputs(run_id, list(self._job.outputs)))
+        if self._detach:
+            plan.append(Detach(run_id))
         return plan
+
+    def _stop_job(self) -> StopJob:
+        return StopJob(self._fsm.run_id, self._grace_s)
 
     # ---- the loop ------------------------------------------------------------------------------------------------------------
 
     def _finished(self) -> bool:
-        """The run has ended and so have its logs: the last lines belong to it, so they are waited for as long as they come."""
-        if self._fsm.state not in TERMINAL:
+        """The run has ended and so have its logs: the last lines belong to it, so they are waited for as long as they come. Or the node has all
+        that it needs and we were asked to leave then."""
+        if self._detached:
+            return True
+        if self._fsm.state not in TERMINAL or self._taking_over and not self._greeted:
             return False
-        if self._followed or not self._record.node_dir:
+        if self._followed or self._detach or not (self._record.node_dir or self._taking_over):
             return True
         patience = LOGS_S if self._fsm.exit_code is not None else FAULT_LOGS_S
         if self._writing or time.monotonic() - max(self._log_moved, self._ended) < patience:
             return False
-        self._screen.warn(f"the end of the logs didn't come; it is on the node, in {self._record.node_dir}")
+        self._screen.warn(f"the end of the logs didn't come; it is on the node, in {self._record.node_dir}. Once that can be reached, "
+                          f"`gpurun fetch {self._fsm.run_id}` brings it")
         return True
 
     def _turn(self) -> None:
@@ -283,54 +320,87 @@ class Orchestrator:
             kind, source, item = self._inbox.get(timeout=TICK_S)
         except Empty:
             self._screen.live_tick()
-            self._watch_link()
+            self._watch()
             return
-        if kind in ("said", "broken") and source is not self._session:
+        if kind in ("said", "broken") and source is not self._contact.session:
             return                            # of a session that was replaced
         if kind.endswith("_ended") and source != self._round and isinstance(item, GpurunError):
             return                            # an error of a try that was replaced; what it achieved counts
         getattr(self, f"_{kind}")(item)
 
+    def _watch(self) -> None:
+        if time.monotonic() > self._deadline:
+            self._timed_out = True
+            raise Left
+        if self._greeted:
+            self._contact.tick()
+
     def _signal(self, number: int) -> None:
-        if not self._greeted and not self._taking_over:
+        if not self._greeted:
+            if self._taking_over:
+                raise Left
             self._stop_wanted = True
             self._step(OperatorStop(self._fsm.run_id))
         elif number == signal.SIGHUP or self._signals > 1 or self._fsm.state in TERMINAL:
             raise Left
         elif self._fsm.phase == "collect":
             self._screen.warn("the job has ended already; collecting its outputs (Ctrl-C again leaves)")
+        elif number == signal.SIGINT and not self._asked and self._screen.ask(
+                f"{self._fsm.run_id}: [s]top the job, [d]etach (it goes on there), [g]o on watching?", KEYS, self._on_answer):
+            self._asked, self._signals = True, 0
         else:
-            self._screen.warn("stopping the job and collecting what there is (Ctrl-C again leaves at once)")
-            self._stop_wanted, self._stop_at = True, time.monotonic()
-            self._try_stop()
+            self._stop("stopping the job and collecting what there is (Ctrl-C again leaves at once)")
+
+    def _on_answer(self, key: str) -> None:
+        self._inbox.put(("answered", None, key))
+
+    def _answered(self, key: str) -> None:
+        if not self._asked:
+            return                            # a second Ctrl-C was the answer
+        self._asked, self._signals = False, 0
+        if key == "s":
+            self._signals = 1
+            self._stop("stopping the job and collecting what there is (Ctrl-C leaves at once)")
+        elif key == "d" and self._fsm.state not in TERMINAL:
+            self._detach = self._left = True
+            self._screen.say("detaching as soon as the node has all that it needs")
+            self._contact.say(Detach(self._fsm.run_id))
+
+    def _stop(self, text: str) -> None:
+        self._asked = False
+        self._screen.stop_asking()
+        self._screen.warn(text)
+        self._stop_wanted = True
+        # Whoever wants to stop has no use for the patience that a run deserves.
+        self._contact.hurry(min(STOP_UNHEARD_S, self._cluster.lost_after_s))
+        self._try_stop()
 
     def _try_stop(self) -> None:
-        """Before the node's first word the plan may be on its way: that word is waited for, so that nothing is left running. In its
-        queue our turn may come at this moment, and the node has the plan: once it has read StopJob as well, we may go."""
-        if self._taking_over:
-            return                            # StopJob is with the node, and what it did is in its events
+        """Before the node's first word the plan may be on its way: that word is waited for, so that nothing is left running. What is in
+        its queue ends as soon as the node has read StopJob. Where that went behind Hello, the node's events say what it did."""
+        if not self._stop_wanted or self._fsm.stopped or "StopJob" in self._sent:
+            return
         if self._fsm.phase:
             self._step(OperatorStop(self._fsm.run_id))
         elif self._waiting:
-            self._say(StopJob(self._fsm.run_id), Ping(READ_SO_FAR))
+            self._sent.add("StopJob")
+            self._contact.say(self._stop_job())
 
     # ---- what the node says --------------------------------------------------------------------------------------------------
 
     def _said(self, message: Any) -> None:
-        if self._suspect:
-            self._suspect = False
-            self._screen.say(f"{self._nodes[0].name} is back after {time.monotonic() - self._heard:.0f} s")
-        self._heard = time.monotonic()
+        self._contact.heard()
         if isinstance(message, Sample):
             self._folder.append_event({"sample": message.values})
         elif isinstance(message, Busy):
             self._busy(message)
         elif isinstance(message, Refused):
             self._refusal(message)
+        elif isinstance(message, Detached):
+            self._record.detached = self._detached = True
+            self._save()
         elif isinstance(message, NODE_EVENTS):
             self._observe(message)
-        elif isinstance(message, Pong) and message.number == READ_SO_FAR and self._waiting:
-            self._step(OperatorStop(self._fsm.run_id))
 
     def _observe(self, event: Any) -> None:
         try:
@@ -347,16 +417,14 @@ class Orchestrator:
             self._step(event)
         except WireError as error:
             self._give_up(f"the node broke the protocol: {error}")
-        if self._stop_wanted and not self._fsm.stopped:
-            self._try_stop()
+        self._try_stop()
 
     def _ready(self, event: NodeReady) -> None:
         self._record.node["facts"] = {name: event.facts.get(name) for name in ("hostname", "os", "arch", "python", "cpus", "gpus")}
         self._record.node_dir = f"{event.facts.get('node_dir', '~/.gpurun')}/runs/{self._fsm.run_id}"
-        if self._waiting:                     # the node has kept the plan that went with Hello
+        if self._waiting:                     # the node has the plan that went with Hello, and the workspace or a part of it
             self._waiting = False
-            self._start_transfers()
-            if self._job.workdir is not None:
+            if self._needs_push():
                 self._screen.phase("push", f"to {self._nodes[0].name}")
 
     def _note(self, event: Any) -> None:
@@ -366,7 +434,7 @@ class Orchestrator:
             if not self._record.times["started"]:
                 self._record.times["started"] = utc_now()
             return
-        if isinstance(event, WorkspaceMaterialized):
+        if isinstance(event, WorkspaceMaterialized) and not self._taking_over:
             self._record.seconds["push"] = round(now - self._began, 3)
         elif isinstance(event, SetupCompleted):
             self._record.seconds["setup"] = round(event.seconds, 3)
@@ -379,21 +447,21 @@ class Orchestrator:
         self._phase_began = now
 
     def _busy(self, busy: Busy) -> None:
-        assert self._session is not None
         node = self._nodes[0]
         who = f"{node.name} is busy with {busy.run_id or 'another run'} of {busy.operator or 'another operator'} for {busy.seconds:.0f} s"
-        self._round += 1                      # the transfers of this try end without the run
-        if len(self._nodes) == 1 and self._wait:
+        if busy.ahead:                        # our run is in its queue, and all that we send is taken
             self._waiting = True
-            self._screen.phase("wait", who)
-            if self._stop_wanted:
-                self._try_stop()
-        elif self._stop_wanted:
+            more = f"; {busy.ahead - 1} more in front of this run" if busy.ahead > 1 else ""
+            self._screen.phase("wait", who + more)
+            self._try_stop()
+            return
+        self._round += 1                      # the transfers of this try end without the run
+        if self._stop_wanted:
             self._step(OperatorStop(self._fsm.run_id))
         elif len(self._nodes) > 1:
             self._screen.say(f"{who}; trying {self._nodes[1].name}")
             del self._nodes[0]
-            self._drop_session()
+            self._contact.drop()
             self._greeted, self._preparing = False, True
             self._in_background("prepared", self._reach_any)
         else:
@@ -402,20 +470,30 @@ class Orchestrator:
 
     def _refusal(self, refused: Refused) -> None:
         """The commands that went with a Hello which wasn't granted are refused too: the answer to Hello has said it all."""
-        if self._stop_wanted and not self._fsm.phase and refused.of == "Hello":
-            self._step(OperatorStop(self._fsm.run_id))   # the node doesn't have the run, and we don't send it any more
-        elif refused.of in ("", "Hello"):
-            self._step(NodeFault(self._fsm.run_id, reason=f"the node refused: {refused.reason}"))
+        assert self._contact.session is not None
+        node, run_id, known = self._nodes[0].name, self._fsm.run_id, self._record.node.get("agent_id")
+        if refused.of not in ("", "Hello"):
+            return
+        if not self._taking_over and self._stop_wanted and not self._fsm.phase:
+            self._step(OperatorStop(run_id))  # the node doesn't have the run, and we don't send it any more
+        elif not self._taking_over or not refused.of:
+            self._step(NodeFault(run_id, reason=f"the node refused: {refused.reason}"))
+        elif known != self._contact.session.endpoint.agent_id:
+            raise GpurunError(f"the agent on {node} isn't the one that was given {run_id}: another machine answers there, or its node_dir was deleted. "
+                              f"The record stays as it is. If the run is gone for good, `gpurun rm --here {run_id}` removes it here.")
+        elif not self._fsm.phase:
+            self._step(NodeFault(run_id, reason=f"it never came to {node}: gpurun was ended before that. Nothing was run; run the job again"))
+        elif self._fsm.state not in TERMINAL:
+            self._step(NodeFault(run_id, reason=f"{node} has the run no more: its folder there was deleted. How it ended isn't known"))
+        else:
+            raise GpurunError(f"{node} has {run_id} no more: its folder there was removed. What is here is all that there is.")
 
     # ---- step, save, act -----------------------------------------------------------------------------------------------------
 
     def _step(self, event: Any) -> None:
         before = self._fsm
         self._fsm, commands = fsm.step(self._fsm, event)
-        self._record.fsm = asdict(self._fsm)
-        self._record.state, self._record.phase = self._fsm.state, self._fsm.phase
-        self._record.exit_code = fsm.outcome(self._fsm) if self._fsm.state in TERMINAL else None   # what gpurun exits with
-        self._record.reason = self._fsm.reason
+        self._mirror()
         if self._fsm.state in TERMINAL and before.state not in TERMINAL:
             self._ended = time.monotonic()
             self._record.times["ended"] = utc_now()
@@ -424,41 +502,45 @@ class Orchestrator:
             self._folder.append_event({"event": type(event).__name__, "from": before.state, "from_phase": before.phase, "to": self._fsm.state,
                                        "to_phase": self._fsm.phase, "command": list(commands)})
         self._act(commands)
-        if self._fsm.phase != before.phase and self._fsm.phase not in ("", "workspace"):
-            self._screen.phase(self._fsm.phase, f"{'from' if self._fsm.phase == 'collect' else 'on'} {self._nodes[0].name}")
-            self._shown = self._fsm.phase
+        if self._fsm.phase != before.phase:
+            self._show_phase()
         if self._fsm.phase == "collect" and self._collect_error:
             self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
 
+    def _mirror(self) -> None:
+        """The lifecycle as the record has it."""
+        self._record.fsm = asdict(self._fsm)
+        self._record.state, self._record.phase = self._fsm.state, self._fsm.phase
+        self._record.exit_code = fsm.outcome(self._fsm) if self._fsm.state in TERMINAL else None   # what gpurun exits with
+        self._record.reason = self._fsm.reason
+
+    def _show_phase(self) -> None:
+        phase = self._fsm.phase
+        if phase not in ("", "workspace"):
+            self._screen.phase(phase, f"{'from' if phase == 'collect' else 'on'} {self._nodes[0].name}")
+            self._shown_phase = phase
+
     def _act(self, commands: Sequence[str]) -> None:
         """Sends what wasn't sent ahead. Without a session nothing is lost: the next one gets the whole plan."""
-        known = {type(command).__name__: command for command in self._plan() + [StopJob(self._fsm.run_id)]}
+        known = {type(command).__name__: command for command in self._plan() + [self._stop_job()]}
         wanted = [name for name in commands if name in known and name not in self._sent]
-        if wanted and self._session is not None:
+        if wanted and self._contact.session is not None:
             self._sent.update(wanted)
-            self._say(*[known[name] for name in wanted])
-
-    def _say(self, *messages: Any) -> None:
-        """A broken session is no error here: its own thread reports it, and the next one begins with all that is needed."""
-        if self._session is not None:
-            try:
-                self._session.say(*messages)
-            except LinkError:
-                pass
+            self._contact.say(*[known[name] for name in wanted])
 
     def _give_up(self, reason: str) -> None:
         """A fault of ours, or nonsense from the node: the run ends here, and as far as we can tell there."""
         self._step(NodeFault(self._fsm.run_id, reason=reason))
-        self._say(StopJob(self._fsm.run_id))
+        self._contact.say(self._stop_job())
 
     def _save(self) -> None:
-        at = self._offsets
-        self._record.offsets = {"stdout": at["run.out"], "stderr": at["run.err"], "setup": at.get("setup.out", 0) + at.get("setup.err", 0)}
+        self._record.offsets = dict(self._logs.kept)
         try:
             self._folder.save(self._record)
         except OSError as error:
             # The run goes on: its truth is on the node too. What can't be written here is said, once.
-            self._warn_once("record", f"the record {self._folder.record} can't be written: {error.strerror}; make room. The run goes on")
+            self._warn_once("record", f"the record {self._folder.record} can't be written: {error.strerror} "
+                                      f"({exact_bytes(free_bytes(self._folder.path))} free); make room. The run goes on")
 
     def _warn_once(self, about: str, text: str) -> None:
         if about not in self._warned:
@@ -470,16 +552,17 @@ class Orchestrator:
     def _start_transfers(self) -> None:
         """Each in a thread, on the session of now. A pull whose acknowledgement was lost is done again: what is here isn't sent again."""
         self._round += 1
-        over = self._fsm.state in TERMINAL
-        if self._fsm.has_workspace and self._fsm.phase in ("", "workspace") and not over and not self._stop_wanted:
+        if self._needs_push():
             self._launch("push")
+        if self._detach:
+            return                            # what comes back comes when somebody attaches
         if not self._followed:
             self._launch("follow")
-        if self._fsm.has_outputs and not over:
+        if self._fsm.has_outputs and self._fsm.state not in TERMINAL:
             self._launch("pull")
 
     def _launch(self, name: str) -> None:
-        session, started_in = self._session, self._round
+        session, started_in = self._contact.session, self._round
         assert session is not None
         work = {"push": self._push_tree, "follow": self._follow_logs, "pull": self._pull_outputs}[name]
         self._launched[name] = time.monotonic()
@@ -498,7 +581,7 @@ class Orchestrator:
 
     def _again(self, name: str, error: LinkError) -> None:
         """A transfer broke and the session didn't: a reader of our stdout paused for long, or this is how a breaking link begins."""
-        if self._session is None:
+        if self._contact.session is None:
             return
         if time.monotonic() - self._launched[name] > AGAIN_S:
             self._launch(name)
@@ -526,24 +609,35 @@ class Orchestrator:
         elif isinstance(outcome, GpurunError):
             self._give_up(str(outcome))
 
-    def _follow_logs(self, session: Session) -> Any:
-        return transfer.follow(session.transfer(), self._fsm.run_id, self._offsets, self._take_log)
+    def _follow_logs(self, session: Session) -> None:
+        if self._taking_over and self._echo and self._tail is None and not self._launched.get("past"):
+            self._launched["past"] = time.monotonic()
+            self._logs.show(self._show)       # what is here already
+        sizes = transfer.follow(session.transfer(), self._fsm.run_id, self._shown, self._take_log, self._tail)
+        behind = self._logs.behind(sizes)     # a disk that was full for a while, or a tail that was asked for
+        if behind:
+            transfer.follow(session.transfer(), self._fsm.run_id, behind, self._keep_log, live=False)
+        self._record.logs_complete = not self._logs.behind(sizes)
 
     def _take_log(self, name: str, position: int, data: bytes) -> None:
         """Keeps and shows a piece. A reader that pauses holds us up here, and through the stream the node's sending: never the job."""
-        self._log_moved, self._writing = time.monotonic(), True
-        path = {"run.out": self._folder.stdout, "run.err": self._folder.stderr}.get(name, self._folder.setup)
-        try:
-            if path not in self._logs:
-                self._logs[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            write_all(self._logs[path], data)
-        except OSError as error:
-            self._warn_once(path, f"{path} can't be written: {error.strerror}. The job goes on; its whole log is on the node, in "
-                                  f"{self._record.node_dir}")
-        self._offsets[name] += len(data)
+        self._writing = True
+        self._keep_log(name, position, data)
+        self._tail, self._shown[name] = None, position + len(data)
         if self._echo:
-            {"run.out": self._screen.job_stdout, "run.err": self._screen.job_stderr}.get(name, self._screen.setup_output)(data)
+            self._show(name, data)
         self._log_moved, self._writing = time.monotonic(), False
+
+    def _keep_log(self, name: str, position: int, data: bytes) -> None:
+        self._log_moved = time.monotonic()
+        self._logs.take(name, position, data)
+        if name in self._logs.trouble:
+            path = self._folder.logs[name]
+            self._warn_once(path, f"{path} can't be written: {self._logs.trouble[name].strerror} ({exact_bytes(free_bytes(path))} free). The job goes "
+                                  f"on and so does its log on the node; make room, and `gpurun fetch {self._fsm.run_id}` brings the rest")
+
+    def _show(self, name: str, data: bytes) -> None:
+        {"run.out": self._screen.job_stdout, "run.err": self._screen.job_stderr}.get(name, self._screen.setup_output)(data)
 
     def _follow_ended(self, outcome: Any) -> None:
         if isinstance(outcome, LinkError):
@@ -558,7 +652,7 @@ class Orchestrator:
 
     def _pull_progress(self, done: int, total: int, name: str) -> None:
         self._record.bytes["pulled"] = done
-        if self._shown == "collect":
+        if self._shown_phase == "collect":
             self._screen.progress(done, total, "B", name)
 
     def _pull_ended(self, outcome: Any) -> None:
@@ -578,86 +672,37 @@ class Orchestrator:
 
     # ---- the link ------------------------------------------------------------------------------------------------------------
 
-    def _watch_link(self) -> None:
-        now = time.monotonic()
-        if self._attempt >= 0:
-            # Whoever wants to stop has no use for the patience that a run deserves.
-            patience = min(STOP_UNHEARD_S, self._cluster.lost_after_s) if self._stop_wanted else self._cluster.lost_after_s
-            if now - max(self._heard, self._stop_at) > patience and self._fsm.state not in TERMINAL:
-                tried = f" (the last try: {self._trouble})" if self._trouble else ""
-                self._step(NodeLost(self._fsm.run_id, f"nothing from {self._nodes[0].name} for {now - self._heard:.0f} s, on any way{tried}"))
-        elif self._session is not None:
-            if now - self._heard > SILENT_S:
-                self._broken(LinkError(f"nothing heard for {SILENT_S:g} s"))
-                return
-            if now - self._heard > SUSPECT_S and not self._suspect:
-                self._suspect = True
-                self._screen.warn(f"nothing heard from {self._nodes[0].name} for {SUSPECT_S:g} s; the run goes on there")
-            if now - self._pinged > PING_S:
-                self._pinged = now
-                if self._nodes[0].kind == "local" and self._nodes[0].cached_endpoint() is None:
-                    self._broken(LinkError("its agent has ended"))   # here that can be seen, long before QUIC's own time is up
-                else:
-                    self._say(Ping(1 + int(now)))
-
     def _broken(self, error: GpurunError) -> None:
         if isinstance(error, WireError):      # a new session would hear the same
             self._give_up(f"the node broke the protocol: {error}")
-            return
-        self._drop_session()
-        self._attempt, self._suspect = 0, False
-        if isinstance(error, RefusedError):   # its list of operators was lost; a deploy puts our key there
-            self._refusals += 1
-            if self._refusals > REFUSALS:
-                self._give_up(f"{error}; putting it there over SSH didn't help")
-                return
-            self._attempt = REDEPLOY_AFTER
-            self._screen.warn(f"{error}; putting it there again")
         else:
-            self._screen.warn(f"the connection to {self._nodes[0].name} broke ({error}); the run goes on there, connecting again")
-        threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
-
-    def _drop_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+            self._contact.broken(error)
 
     def _unreached(self, error: GpurunError) -> None:
-        """A try to reconnect failed. An agent that refuses us and a host that doesn't let us in to tell it: nothing more will come."""
-        self._trouble = str(error)
-        if self._refusals and not isinstance(error, LinkError) and self._fsm.state not in TERMINAL:
-            self._give_up(f"{self._nodes[0].name} refused this operator, and the agent there could not be told of it: {error}")
+        self._contact.unreached(error)
 
-    def _reconnect(self) -> None:
-        """Tries until it works or the process ends; the node's word over SSH counts as well as a dial."""
-        node, link = self._nodes[0], self._link
-        assert link is not None
-        while True:
-            time.sleep(RETRY_S[min(self._attempt, len(RETRY_S) - 1)])
-            try:
-                endpoint = node.cached_endpoint()
-                if endpoint is None or self._attempt >= REDEPLOY_AFTER:
-                    endpoint = node.deploy(lambda text: None, lambda name, done, total: None)
-                self._inbox.put(("reconnected", None, dial(link, endpoint, self._inbox, 10.0)))
-                return
-            except (GpurunError, OSError) as error:
-                self._attempt += 1
-                self._inbox.put(("unreached", None, error if isinstance(error, GpurunError) else LinkError(_described(error))))
+    def _vouched(self, _nothing: None) -> None:
+        self._contact.vouched()
 
     def _reconnected(self, session: Session) -> None:
-        self._session = session
-        self._screen.say(f"connected to {self._nodes[0].name} again")
+        self._contact.reconnected(session)
         self._hello()
+
+    def _node_lost(self, reason: str) -> None:
+        if self._fsm.state not in TERMINAL:
+            self._step(NodeLost(self._fsm.run_id, f"{self._contact.node.name}: {reason}"))
 
     # ---- the end -------------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        self._drop_session()
-        if not self._taking_over:             # whose own time says nothing about the run's
-            self._record.seconds["total"] = round(time.monotonic() - self._began, 3)
+        self._contact.drop()
+        seconds = self._record.seconds
+        if self._taking_over:                 # whose own time says nothing about the run's
+            seconds["total"] = round(sum(seconds.get(name, 0.0) for name in fsm.PHASES + ("push",)), 3)
+        else:
+            seconds["total"] = round(time.monotonic() - self._began, 3)
         if self._turns["follow"].acquire(blocking=False):   # else its thread may be writing: a closed number could be another file's
-            for fd in self._logs.values():
-                os.close(fd)
+            self._logs.close()
         self._save()
         if self._link is not None:
             self._link.close()
@@ -666,19 +711,24 @@ class Orchestrator:
     def _say_what_is_left(self) -> None:
         run_id, node = self._fsm.run_id, self._nodes[0].name
         if self._fsm.state in TERMINAL:
-            text = f"left before the end of the logs was here; it is on {node}, in {self._record.node_dir}"
+            text = f"left before the end of the logs was here; it is on {node}, in {self._record.node_dir}. Bring it with: gpurun fetch {run_id}"
         elif self._fsm.phase == "collect":
-            text = f"left; the job has ended ({self._fsm.reason}) and its outputs are still on {node}. Collect them with: gpurun stop {run_id}"
+            text = f"left; the job has ended ({self._fsm.reason}) and its outputs are still on {node}. Collect them with: gpurun fetch {run_id}"
         elif self._stop_wanted:
             text = f"left; {node} was told to stop {run_id} and hasn't said yet that it did. Make sure with: gpurun stop {run_id}"
         else:
-            text = f"left; the run {run_id} goes on, on {node}. End it with: gpurun stop {run_id}"
+            text = f"left; the run {run_id} goes on, on {node}. Watch it with: gpurun attach {run_id}; end it with: gpurun stop {run_id}"
         self._screen.warn(text)
 
     def _result(self) -> dict[str, Any]:
         record = self._record
         seconds = {name: record.seconds.get(name, 0.0) for name in ("push", "setup", "run", "collect", "total")}
-        return {"run_id": record.run_id, "state": record.state, "exit_code": fsm.outcome(self._fsm) if record.state in TERMINAL else EXIT_STOPPED,
+        code = EXIT_TIME_LIMIT if self._timed_out else EXIT_STOPPED
+        if record.state in TERMINAL:
+            code = fsm.outcome(self._fsm)
+        elif self._detached and not self._left:
+            code = 0
+        return {"run_id": record.run_id, "state": record.state, "exit_code": code,
                 "reason": record.reason, "node": record.node.get("name", ""), "outputs_dir": self._folder.outputs, "outputs": record.outputs,
                 "missing": record.missing, "seconds": seconds, "bytes": dict(record.bytes)}
 
