@@ -76,6 +76,7 @@ class Orchestrator:
         self._shown = dict(self._logs.kept)   # where the node's logs go on
         self._echo = True                     # whether the job's output is shown as well as kept
         self._tail: int | None = None         # lines of each log that a taker-over wants to see of the past, None: all
+        self._past_shown = False
         self._warned: set[str] = set()
         self._followed = self._pulled = self._writing = False
         self._collected: OutputsCollected | None = None
@@ -118,13 +119,13 @@ class Orchestrator:
             self._close()
         return self._result()
 
-    def take_over(self, stop: bool = False, grace_s: float = GRACE_S, echo: bool = True, tail: int | None = None,
+    def take_over(self, stop: bool = False, grace_s: float = GRACE_S, echo: bool = True, tail: int | None = None, past: bool = True,
                   deadline: float = float("inf")) -> dict[str, Any]:
         """Goes on with a run that no process here drives, from its record, to its end; with `stop` it is ended. What its node says is the truth: a
         job that ended by itself meanwhile has its own exit code, and its outputs and the rest of its logs come home in any case.
 
-        `echo` shows its logs: from the beginning, or the last `tail` lines of each and what comes then. At `deadline` (time.monotonic) it
-        is left: exit code 124. Raises GpurunError when the node can't be reached; the record stays as it is then.
+        `echo` shows its logs: from the beginning, or the last `tail` lines of each and what comes then; without `past` only what isn't on
+        this disk yet. At `deadline` (time.monotonic) it is left: exit code 124. Raises GpurunError when the node can't be reached; the record stays as it is then.
         """
         known = asdict(self._fsm)
         self._fsm = replace(self._fsm, **{name: value for name, value in self._record.fsm.items() if name in known})
@@ -133,6 +134,7 @@ class Orchestrator:
             self._record.times["ended"] = ""
         self._taking_over, self._stop_wanted, self._grace_s = True, stop, grace_s
         self._echo, self._tail, self._deadline = echo, tail if echo else None, deadline
+        self._past_shown = not past
         self._signals = 1 if stop else 0      # there is nothing to stop but this: the first Ctrl-C leaves
         return self.run()
 
@@ -610,8 +612,8 @@ class Orchestrator:
             self._give_up(str(outcome))
 
     def _follow_logs(self, session: Session) -> None:
-        if self._taking_over and self._echo and self._tail is None and not self._launched.get("past"):
-            self._launched["past"] = time.monotonic()
+        if self._taking_over and self._echo and self._tail is None and not self._past_shown:
+            self._past_shown = True
             self._logs.show(self._show)       # what is here already
         sizes = transfer.follow(session.transfer(), self._fsm.run_id, self._shown, self._take_log, self._tail)
         behind = self._logs.behind(sizes)     # a disk that was full for a while, or a tail that was asked for
