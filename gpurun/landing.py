@@ -1,15 +1,20 @@
 """The operator's half of a pull: what a node's run made, put in place on this disk.
 
 The node's half and the protocol are in `transfer.py`. Everything is received beside the target, checked by length and SHA-256, synced
-and renamed into place; a large file that broke off goes on where it was, in this process or a later one.
+and renamed into place; a large file that broke off goes on where it was, in this process or a later one. The target may be a folder of
+the user's: nothing in it is looked at or changed but what is declared, and no folder of it gives way to a file.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import queue
+import stat
 import threading
 from typing import Any, Callable, Iterator, Sequence
 
@@ -20,18 +25,22 @@ from gpurun.manifest import Entry, quote_name
 from gpurun.store import FULL, RESUME_BYTES
 from gpurun.transfer import BLOCK, MAX_LISTING, Channel, Progress, Pulled, key_of
 
+INCOMING = ".incoming-"         # with the target's name: the folder that a pull receives in
+LOOKED_AT = 500_000             # of what is here already: a listing takes a million, and not to know of the rest only costs time
 
-def pull(stream: Any, run_id: str, declared: Sequence[str], target: str, progress: Progress) -> Pulled:
-    """Operator: waits for the run's end on the node and brings its outputs into `target`, each at its declared path.
+
+def pull(stream: Any, run_id: str, declared: Sequence[str], target: str, progress: Progress, live: bool = False) -> Pulled:
+    """Operator: waits for the run's end on the node (not if `live`) and brings its outputs into `target`, each at its declared path.
 
     The node isn't trusted: every name passes `manifest.Guard`, files are written under temporary names and renamed, links are made
     last, nothing leaves `target`. What an earlier try brought, of a large file too, is not sent again. Raises TransferError (a full
-    disk here; the outputs are still on the node then), UnsafeNameError, LinkError.
+    disk here; the outputs are still on the node then; a name that is of another kind here), UnsafeNameError, LinkError.
     """
-    channel, landing = Channel(stream), _Landing(target, progress)
+    channel, landing = Channel(stream), _Landing(run_id, declared, target, progress)
     try:
         try:
-            channel.put({"type": "Pull", "run_id": run_id, "outputs": list(declared), "begun": landing.begun()})
+            request = {"type": "Pull", "run_id": run_id, "outputs": list(declared), "begun": landing.begun()}
+            channel.put(dict(request, live=True) if live else request)
             channel.send_packed(b"L", manifest.encode_parts(landing.look()))
             channel.writer.flush()
             summary = channel.answer()
@@ -39,7 +48,7 @@ def pull(stream: Any, run_id: str, declared: Sequence[str], target: str, progres
             if not isinstance(refused, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in refused):
                 raise WireError("the node's list of refused outputs isn't one")
             missing = _missing(channel, declared)
-            landing.expect(list(channel.listing()), declared)
+            landing.expect(list(channel.listing()))
             files = landing.take(channel)
         except OSError as error:
             raise landing.failed(error) from None
@@ -62,30 +71,107 @@ def _missing(channel: Channel, declared: Sequence[str]) -> list[str]:
     return missing
 
 
+class _Incoming:
+    """The folder that one pull receives in: beside the target, since who looks into that should see whole files only; in it where
+    beside is another disk or not ours to write. It stays, with the parts of large files, when a pull breaks off.
+
+    It is locked. A second pull into the same target at the same time takes the next name; each finds again what an earlier one of its
+    name left."""
+
+    def __init__(self, target: str) -> None:
+        parent, name = os.path.split(target)
+        if os.path.isdir(target) and not os.path.isdir(os.path.join(parent, INCOMING + name)) and not _may_move(target, parent):
+            parent = target
+        number = 1
+        while True:
+            self.path = os.path.join(parent, INCOMING + name + (f"-{number}" if number > 1 else ""))
+            if self._take():
+                return
+            number += 1
+
+    def _take(self) -> bool:
+        try:
+            make_private_dir(self.path)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileExistsError, FileNotFoundError):     # a file of that name; or whoever had it removes it just now
+            return False
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                return False
+            raise
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(self._fd)
+                return False
+            # A disk without locks (some network mounts): two pulls at once into one target are seldom enough.
+        mine = os.fstat(self._fd)
+        try:
+            same = mine.st_uid == os.geteuid() and os.path.samestat(mine, os.lstat(self.path))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            os.close(self._fd)
+        return same
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """(key, path) of the parts of files that earlier pulls left."""
+        for name in os.listdir(self.path):
+            if manifest.is_hash(name):
+                yield name, os.path.join(self.path, name)
+
+    def close(self, everything: bool) -> None:
+        """Leaves nothing behind but the parts of large files; `everything`: not even these."""
+        try:
+            for _, path in self.parts():
+                if everything or os.path.getsize(path) < RESUME_BYTES:
+                    os.unlink(path)
+            os.rmdir(self.path)
+        except OSError:
+            pass                                                # parts are in there, or the whole run's folder is gone
+        finally:
+            os.close(self._fd)
+
+
+def _may_move(target: str, parent: str) -> bool:
+    """Whether something can be renamed from `parent` into `target`. Tried, since mode, mounts and quotas all have a say."""
+    probe = INCOMING + os.urandom(8).hex()
+    try:
+        os.mkdir(os.path.join(parent, probe), 0o700)
+    except OSError:
+        return False
+    try:
+        os.rename(os.path.join(parent, probe), os.path.join(target, probe))
+    except OSError:
+        os.rmdir(os.path.join(parent, probe))
+        return False
+    os.rmdir(os.path.join(target, probe))
+    return True
+
+
 class _Landing:
     """Puts the files of one pull in place. A file is written in a folder beside the target, synced and renamed by one of a few threads:
     a disk syncs several at once in the time of one (5,000 small files here: 0.6 s, one after the other 1.6 s)."""
 
-    def __init__(self, target: str, progress: Progress) -> None:
-        self._target, self._progress = target, progress
-        self._temp = os.path.join(os.path.dirname(target), ".incoming-" + os.path.basename(target))
+    def __init__(self, run_id: str, declared: Sequence[str], target: str, progress: Progress) -> None:
+        self._run_id, self._declared, self._target, self._progress = run_id, declared, os.path.abspath(target), progress
+        self._incoming: _Incoming | None = None
         self._entries: list[Entry] = []
-        self._here: dict[str, tuple[int, int]] = {}
+        self._here: dict[str, Entry] = {}
         self._parts: dict[str, tuple[Any, int]] = {}            # key of a file that broke off: the hash so far, the bytes
         self._settler = _Settler()
         self._name = ""
         self._done = 0
+        self._whole = False
         self.total = 0
         self.refused: list[tuple[str, str]] = []
 
-    def begun(self) -> dict[str, int]:
+    def begun(self) -> dict[str, tuple[int, str]]:
         """The parts of files that an earlier try left. They are hashed before the node is asked, so that nobody waits for that."""
-        make_private_dir(self._temp)
-        for name in os.listdir(self._temp):
-            path, digest, size = os.path.join(self._temp, name), hashlib.sha256(), 0
-            if not manifest.is_hash(name):
-                os.unlink(path)
-                continue
+        self._incoming = _Incoming(self._target)
+        for key, path in self._incoming.parts():
+            digest, size = hashlib.sha256(), 0
             with open(path, "rb") as stream:
                 while True:
                     block = stream.read(BLOCK)
@@ -93,37 +179,51 @@ class _Landing:
                         break
                     digest.update(block)
                     size += len(block)
-            self._parts[name] = (digest, size)
-        return {name: size for name, (_, size) in self._parts.items()}
+            self._parts[key] = (digest, size)
+        return {key: (size, digest.hexdigest()) for key, (digest, size) in self._parts.items() if size}
 
     def look(self) -> Iterator[Entry]:
-        """What is in the target already."""
-        for entry in manifest.walk(self._target) if os.path.isdir(self._target) else ():
-            if entry.kind == "file":
-                self._here[entry.path] = (entry.size, entry.mtime_ns)
+        """What of the declared outputs is in the target already, with the folders above them."""
+        for entry in itertools.islice(_here(self._target, self._declared), LOOKED_AT):
+            self._here[entry.path] = entry
             yield entry
 
-    def expect(self, entries: list[Entry], declared: Sequence[str]) -> None:
-        """Checks what the node will send: all names, and the room for it."""
+    def _is_here(self, entry: Entry) -> bool:
+        here = self._here.get(entry.path)
+        return here is not None and (here.kind, here.size, here.mtime_ns) == (entry.kind, entry.size, entry.mtime_ns)
+
+    def expect(self, entries: list[Entry]) -> None:
+        """Checks what the node will send: all names, what is in their place, and the room for it."""
         make_private_dir(self._target)
-        guard = manifest.Guard(declared, *manifest.folds(self._target))
+        guard = manifest.Guard(self._declared, *manifest.folds(self._target))
         for entry in entries:
             guard.admit(entry)
+            here = self._here.get(entry.path)
+            if here is not None and (here.kind == "dir") != (entry.kind == "dir"):
+                raise self._other_kind(entry)
         self._entries, self.total = entries, sum(entry.size for entry in entries)
-        needed = sum(entry.size for entry in entries if self._here.get(entry.path) != (entry.size, entry.mtime_ns))
-        needed -= sum(size for _, size in self._parts.values())
+        lacking = [entry for entry in entries if entry.kind == "file" and not self._is_here(entry)]
+        needed = sum(entry.size - min(entry.size, self._parts.get(key_of(entry.path), (None, 0))[1]) for entry in lacking)
         if needed > free_bytes(self._target):
             raise self._full("the outputs have no room", needed)
 
+    def _other_kind(self, entry: Entry) -> TransferError:
+        kinds = {"dir": "a folder", "file": "a file", "link": "a link"}
+        return TransferError(f"the output '{quote_name(entry.path)}' is {kinds[entry.kind]} on the node, and here "
+                             f"'{quote_name(manifest.local_path(self._target, entry.path))}' is {'none' if entry.kind == 'dir' else 'a folder'}. "
+                             f"It is still on the node: move yours away and run `gpurun fetch {self._run_id}`, or fetch to another folder.")
+
     def _full(self, what: str, needed: int) -> TransferError:
         return TransferError(f"{what} here: {self._target} has {exact_bytes(free_bytes(self._target))} free, needed are {exact_bytes(needed)}"
-                             ". The outputs are still on the node: make room, and `gpurun stop` of this run collects them.")
+                             f". They are still on the node: make room, then `gpurun fetch {self._run_id}` brings them.")
 
     def failed(self, error: OSError) -> TransferError:
+        """What to tell the user of an error of this disk."""
         what = f"the output '{quote_name(self._name)}'" if self._name else "the outputs"
         if error.errno in FULL:
             return self._full(f"{what} could not be written: {error.strerror}", max(0, self.total - self._done))
-        return TransferError(f"{what} could not be written below {self._target}: {error.strerror or error}. They are still on the node.")
+        return TransferError(f"{what} could not be written below {self._target}: {error.strerror or error}. They are still on the node: once "
+                             f"that is set right, `gpurun fetch {self._run_id}` brings them.")
 
     def take(self, channel: Channel) -> int:
         """Reads all files off the channel; how many are in place now."""
@@ -136,7 +236,7 @@ class _Landing:
             self._name = entry.path
             path = manifest.local_path(self._target, entry.path)
             if entry.kind == "dir":
-                self._make_folder(path)
+                self._make_folder(entry, path)
             else:
                 files += self._take_file(channel, entry, path)
         self._name = ""
@@ -145,40 +245,46 @@ class _Landing:
         self._settler.wait()
         for entry in links:                                     # last: nothing is ever written through one
             self._name = entry.path
-            path = manifest.local_path(self._target, entry.path)
-            self._clear(path)
-            manifest.make_link(entry, path)
+            self._make_link(entry, manifest.local_path(self._target, entry.path))
         self._name = ""
         manifest.finish_folders(self._target, folders, also_mode=0o700)
         for folder in {self._target} | {manifest.local_path(self._target, entry.path) for entry in folders}:
             self._settler.add(fsync_dir, folder)
         self._settler.wait()
+        self._whole = True
         return files
 
-    def _make_folder(self, path: str) -> None:
-        if os.path.islink(path) or not os.path.isdir(path):
-            self._clear(path)
+    def _make_folder(self, entry: Entry, path: str) -> None:
+        try:
             os.mkdir(path)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.lstat(path).st_mode):        # nor a link to one: it may lead anywhere
+                raise self._other_kind(entry) from None
         os.chmod(path, 0o700)
 
-    @staticmethod
-    def _clear(path: str) -> None:
-        """What an earlier try put there, unless it is a folder."""
-        if os.path.islink(path) or not os.path.isdir(path):
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                pass
+    def _make_link(self, entry: Entry, path: str) -> None:
+        temp = self._temp(entry)
+        manifest.make_link(entry, temp)
+        try:
+            os.replace(temp, path)
+        except IsADirectoryError:
+            raise self._other_kind(entry) from None
+        finally:
+            if os.path.lexists(temp):
+                os.unlink(temp)
+
+    def _temp(self, entry: Entry) -> str:
+        assert self._incoming is not None
+        return os.path.join(self._incoming.path, key_of(entry.path))
 
     def _take_file(self, channel: Channel, entry: Entry, path: str) -> int:
         kind, payload = channel.frame()
         if kind == b"S":
-            if self._here.get(entry.path) != (entry.size, entry.mtime_ns):
+            if not self._is_here(entry):
                 raise WireError(f"'{quote_name(entry.path)}' isn't here and the node doesn't send it")
             self._moved(entry.size, entry.path)
             return 1
-        key = key_of(entry)
-        temp = os.path.join(self._temp, key)
+        key, temp = key_of(entry.path), self._temp(entry)
         digest, size = hashlib.sha256(), 0
         if kind == b"R":
             if key not in self._parts:
@@ -227,13 +333,44 @@ class _Landing:
     def close(self) -> None:
         """Leaves nothing behind but the part of a large file that broke off."""
         self._settler.close()
-        try:
-            for name in os.listdir(self._temp):
-                if os.path.getsize(os.path.join(self._temp, name)) < RESUME_BYTES:
-                    os.unlink(os.path.join(self._temp, name))
-            os.rmdir(self._temp)
-        except OSError:
-            pass                                                # parts are in there, or there is no such folder
+        if self._incoming is not None:
+            self._incoming.close(everything=self._whole)
+
+
+def _here(target: str, declared: Sequence[str]) -> Iterator[Entry]:
+    """The entries of what is declared. Nothing beside it is read: the target may be a home with a million files."""
+    names = {manifest.clean_output(name) for name in declared}
+    seen = set()
+    for name in sorted(names, key=lambda name: name.split("/")):
+        if any(char == "/" and name[:at] in names for at, char in enumerate(name)):
+            continue                                            # comes with the folder that it is in
+        for path in [name[:at] for at, char in enumerate(name) if char == "/"] + [name]:
+            if path in seen:
+                continue
+            entry = _entry(target, path)
+            if entry is None:
+                break
+            seen.add(path)
+            yield entry
+            if entry.kind != "dir":
+                break
+        else:
+            if name in seen and entry is not None and entry.kind == "dir":
+                for below in manifest.walk(manifest.local_path(target, name), lenient=True):
+                    yield below._replace(path=f"{name}/{below.path}")
+
+
+def _entry(target: str, path: str) -> Entry | None:
+    local = manifest.local_path(target, path)
+    try:
+        state = os.lstat(local)
+        if stat.S_ISDIR(state.st_mode):
+            return Entry(path, "dir", stat.S_IMODE(state.st_mode), state.st_mtime_ns)
+        if stat.S_ISLNK(state.st_mode):
+            return Entry(path, "link", 0o777, state.st_mtime_ns, target="?")           # the node asks for files only
+        return Entry(path, "file", stat.S_IMODE(state.st_mode), state.st_mtime_ns, state.st_size)
+    except OSError:
+        return None
 
 
 def _settle(fd: int, temp: str, path: str) -> None:
@@ -241,7 +378,10 @@ def _settle(fd: int, temp: str, path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.replace(temp, path)
+    try:
+        os.replace(temp, path)
+    except IsADirectoryError:                                   # made since it was looked at; the error would name `temp`
+        raise IsADirectoryError(errno.EISDIR, f"'{quote_name(path)}' is a folder here", path) from None
 
 
 class _Settler:

@@ -2,7 +2,7 @@
 
     run.json       the record: what was asked, where it runs, how far it is. Versioned, replaced atomically at every step.
     events.jsonl   telemetry, one object a line: each transition (time, from, event, to, command), each sample. Never read to decide.
-    stdout.log  stderr.log  setup.log      the logs, byte for byte
+    stdout.log  stderr.log  setup-stdout.log  setup-stderr.log     the logs, each a prefix of the node's, byte for byte
     outputs/       the declared outputs, each at its declared path
     lock           held (flock) by the one process that drives this run; its content is that process's id
 
@@ -28,6 +28,8 @@ from gpurun.messages import PENDING
 VERSION = 1
 DEFAULT_RUNS_DIR = "gpurun-runs"
 LATEST = "latest"
+# What the node calls each log, and its file here; setup comes first in time.
+LOG_FILES = {"setup.out": "setup-stdout.log", "setup.err": "setup-stderr.log", "run.out": "stdout.log", "run.err": "stderr.log"}
 
 
 def utc_now() -> str:
@@ -59,7 +61,10 @@ class Record:
     reason: str = ""
     fsm: dict[str, Any] = field(default_factory=dict)        # the fields of fsm.Run
     seq: int = 0                                             # the last event of the node that was handled and saved
-    offsets: dict[str, int] = field(default_factory=lambda: {"stdout": 0, "stderr": 0, "setup": 0})   # bytes of each log on this disk
+    offsets: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOG_FILES, 0))   # bytes of each log on this disk
+    detached: bool = False                                   # the node was told to end the run alone
+    logs_complete: bool = False                              # all four logs are here to their end
+    seen: dict[str, Any] = field(default_factory=dict)       # what the node said when `status --refresh` last asked
     times: dict[str, str] = field(default_factory=lambda: {"created": "", "started": "", "ended": ""})
     seconds: dict[str, float] = field(default_factory=dict)  # push, setup, run, collect, total
     bytes: dict[str, int] = field(default_factory=lambda: {"pushed": 0, "pulled": 0})
@@ -85,6 +90,8 @@ class Record:
             if not (isinstance(given, kind) or item.name == "exit_code" and type(given) is int):
                 raise RecordError(f"{where}: {item.name!r} is a {type(given).__name__}. Move the folder away to go on without it.")
             setattr(record, item.name, given)
+        # An older gpurun counted setup's two logs as one: that number says nothing of either.
+        record.offsets = {name: record.offsets.get(name, 0) for name in LOG_FILES}
         if not record.run_id:
             raise RecordError(f"{where} has no run_id. Move the folder away to go on without it.")
         return record
@@ -97,7 +104,9 @@ class RunFolder:
         self.path = os.path.abspath(path)
         self.run_id = os.path.basename(self.path)
         self.record, self.events, self.lock = (os.path.join(self.path, name) for name in ("run.json", "events.jsonl", "lock"))
-        self.stdout, self.stderr, self.setup = (os.path.join(self.path, f"{name}.log") for name in ("stdout", "stderr", "setup"))
+        self.logs = {name: os.path.join(self.path, file) for name, file in LOG_FILES.items()}   # by the node's names
+        self.stdout, self.stderr = self.logs["run.out"], self.logs["run.err"]
+        self.setup = self.logs["setup.out"]
         self.outputs = os.path.join(self.path, "outputs")
         self._events_fd = self._lock_fd = -1
 

@@ -18,19 +18,23 @@ Push, operator to node: the contents of a tree into the node's cache.
     < J {"stored":12,"bytes":4096}
 
 Pull, node to operator: the outputs of a run, once none of its processes is left.
-    > J {"type":"Pull","run_id":"…","outputs":["a","b"],"begun":{"<key>":8388608}}; L frames: what is here already (it may be nothing),
-      not hashed. `begun`: of the file with this key (SHA-256 of path, size and mtime as JSON) that many bytes are here
+    > J {"type":"Pull","run_id":"…","outputs":["a","b"],"begun":{"<key>":[8388608,"<SHA-256>"]}}; L frames: what is here already (it may
+      be nothing), not hashed. `begun`: of the file with this key (SHA-256 of its path) so many bytes are here, with this hash.
+      `"live":true`: the run needn't be over; a file that grows while it is sent goes as long as it was when it was listed
     < J {"entries":3,"bytes":1024,"refused":[["a/x","leads out of the outputs root"]]}; M frames: the missing outputs, a JSON list, packed
       as listings are; L frames: the outputs, not hashed
-    < for each file in order: D frames, E with its SHA-256; or S: the one that is here already is the same; or R, then D frames from where
-      it broke off, E with the SHA-256 of the whole; or X with a reason
+    < for each file in order: D frames, E with its SHA-256; or S: the one that is here already is the same; or R, when it begins with the
+      bytes that are here, then D frames with what is behind them, E with the SHA-256 of the whole; or X with a reason
     < Z
     > J {"collected":2,"bytes":1024}                      all is on the operator's disk: the node reports OutputsCollected
 
 Follow, node to operator: the logs of a run as they grow.
     > J {"type":"Follow","run_id":"…","offsets":{"setup.out":0,"setup.err":0,"run.out":0,"run.err":0}}
+      `"tail":20`: from the last 20 lines of each of these logs on, whatever their offsets are (0: from the present ends on).
+      `"live":false`: only up to the present ends
+    < with `tail` only: J {"offsets":{"run.out":812,…}}: where each begins
     < frames 1, 2, 3, 4: bytes of setup.out, setup.err, run.out, run.err from the offset on
-    < Z with {"setup.out":10,…}: the final sizes; all of it has been sent
+    < Z with {"setup.out":10,…}: the final sizes (with `"live":false` those at the beginning); all of it has been sent
 """
 
 from __future__ import annotations
@@ -55,6 +59,9 @@ LAST_WORD_S = 3.0               # a peer that stops reading has said why before
 BLOCK = 512 << 10
 REFUSED_SHOWN = 200
 REFUSED_LENGTH = 400
+LONGEST_PAUSE_S = 0.2           # a busy log is looked at often, a silent one five times a second
+LOOKED_FOR_IN = 3               # rounds of such pauses: a log that doesn't exist yet is looked for less often
+TAIL_BLOCK = 256 << 10
 INLINE_LISTING = 128 << 10      # a listing up to this size goes without asking first: it is cheaper than a round trip
 MAX_LISTING = 512 << 20         # of the million entries that a listing may have
 LOGS = {"setup.out": b"1", "setup.err": b"2", "run.out": b"3", "run.err": b"4"}
@@ -254,14 +261,24 @@ def _push(channel: Channel, root: str, entries: Sequence[Entry], encoded: bytes,
     return Pushed(files, size)
 
 
-def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Callable[[int], None], start: int = 0) -> str:
+def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Callable[[int], None], start: int = 0, part: str = "",
+               grows: bool = False) -> str:
     """D frames and E, or X; returns why it was X, "" when all went. With a `sha256` the bytes must be those. The other side has the
-    bytes before `start`: they count for the hash and don't go."""
+    bytes before `start`: they count for the hash and don't go. With a `part`, their hash, that is so if the file begins with them: R
+    says it, else all of it goes. `grows`: more bytes behind `size` are no fault."""
     writer, digest, left, spoken = channel.writer, hashlib.sha256(), size, time.monotonic()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            while left:
+            while left or part:
+                if part and size - left == start:
+                    if digest.hexdigest() == part:
+                        writer.frame(b"R")
+                    else:
+                        os.lseek(fd, 0, os.SEEK_SET)
+                        digest, left, start = hashlib.sha256(), size, 0
+                    part = ""
+                    continue
                 skipping = size - left < start
                 block = os.read(fd, min(left, start - size + left if skipping else left, BLOCK))
                 if not block:
@@ -274,7 +291,7 @@ def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Calla
                     channel.keep_alive()
                     spoken = time.monotonic()
                 moved(size - left)
-            more = os.read(fd, 1)
+            more = not grows and os.read(fd, 1)
         finally:
             os.close(fd)
         if left or more or sha256 and digest.hexdigest() != sha256:
@@ -403,15 +420,16 @@ def _not_stored(what: str, error: OSError, store: Store, needed: int) -> Transfe
 # ---- pull --------------------------------------------------------------------------------------------------------------------
 
 def serve_pull(channel: Channel, header: Dict[str, Any], root: str, over: Callable[[float], bool]) -> Pulled:
-    """Node: sends the outputs once `over(timeout_s)` says that no process of the run is left. Returns what the operator acknowledged."""
+    """Node: sends the outputs once `over(timeout_s)` says that no process of the run is left; a live pull doesn't ask. Returns what the
+    operator acknowledged."""
     declared = header.get("outputs")
     if not isinstance(declared, list) or not all(isinstance(name, str) for name in declared):
         raise WireError("outputs must be a list of texts")
-    begun = header.get("begun", {})
+    begun, live = header.get("begun", {}), header.get("live") is True
     if not isinstance(begun, dict):
         raise WireError("begun must say which files are there in part")
     here = {entry.path: (entry.size, entry.mtime_ns) for entry in channel.listing() if entry.kind == "file"}
-    while not over(KEEPALIVE_S):
+    while not live and not over(KEEPALIVE_S):
         channel.keep_alive()
     outputs, missing, refused = manifest.find_outputs(root, declared)
     size = sum(output.entry.size for output in outputs)
@@ -426,85 +444,168 @@ def serve_pull(channel: Channel, header: Dict[str, Any], root: str, over: Callab
             if here.get(entry.path) == (entry.size, entry.mtime_ns):
                 channel.writer.frame(b"S")
                 continue
-            start = _count(begun, key_of(entry)) if entry.size >= RESUME_BYTES and key_of(entry) in begun else 0
-            if 0 < start <= entry.size:
-                channel.writer.frame(b"R")
-                channel.writer.flush()
-            _send_file(channel, source, entry.size, "", lambda moved: None, start if start <= entry.size else 0)
+            start, part = _part(begun, entry)
+            _send_file(channel, source, entry.size, "", lambda moved: None, start, part, grows=live)
     channel.writer.frame(b"Z")
     channel.writer.flush()
     answer = channel.answer()
     return Pulled(_count(answer, "collected"), _count(answer, "bytes"), missing, refused)
 
 
-def key_of(entry: Entry) -> str:
-    """What the part of a file is filed under: the same state of the same file, and a name that any disk takes."""
-    return hashlib.sha256(json.dumps([entry.path, entry.size, entry.mtime_ns]).encode("ascii")).hexdigest()
+def _part(begun: Dict[str, Any], entry: Entry) -> Tuple[int, str]:
+    """What the operator has of a file: how many bytes, their hash; (0, "") when that is nothing, or nothing worth the asking."""
+    said = begun.get(key_of(entry.path))
+    if said is None or entry.size < RESUME_BYTES:
+        return 0, ""
+    if not isinstance(said, list) or len(said) != 2 or not isinstance(said[1], str) or not manifest.is_hash(said[1]):
+        raise WireError("begun must say how many bytes of a file are there, and their SHA-256")
+    start = _count({"begun": said[0]}, "begun")
+    return (start, said[1]) if 0 < start <= entry.size else (0, "")
+
+
+def key_of(path: str) -> str:
+    """What the part of a file is filed under: a name that any disk takes. Not made from the file's size and time: one that grew since
+    goes on all the same, if it begins with the part."""
+    return hashlib.sha256(json.dumps(path).encode("ascii")).hexdigest()
 
 
 # ---- follow ------------------------------------------------------------------------------------------------------------------
 
 def serve_follow(channel: Channel, header: Dict[str, Any], folder: str, over: Callable[[], bool], wait: Callable[[float], None]) -> None:
-    """Node: sends the logs as they grow. `over()`: nothing will be written any more; `wait(s)` returns early when that changes."""
+    """Node: sends the logs as they grow. `over()`: nothing will be written any more; `wait(s)` returns early when that changes.
+    With `"live": false` in the header neither is asked."""
     offsets = header.get("offsets")
     if not isinstance(offsets, dict) or not set(offsets) <= set(LOGS):
         raise WireError("offsets must name the logs")
     at = {name: _count(offsets, name) for name in offsets}
-    files: Dict[str, int] = {}
-    spoken, pause = time.monotonic(), 0.0
+    files = _LogFiles(folder, at)
     try:
-        while True:
-            last_round = over()                                 # asked before reading: what was written before is read in this round
-            moved = False
-            for name in at:
-                moved = _send_growth(channel.writer, folder, name, at, files) or moved
-            if moved:
-                channel.writer.flush()
-                spoken, pause = time.monotonic(), 0.0
-            elif last_round:
-                break
-            else:
-                if time.monotonic() - spoken > KEEPALIVE_S:
-                    channel.keep_alive()
-                    spoken = time.monotonic()
-                pause = min(pause + 0.01, 0.2)                  # a busy log is looked at often, a silent one five times a second
-                wait(pause)
+        if header.get("tail") is not None:
+            lines = _count(header, "tail")
+            at.update((name, tail_start(files.fd(name), files.size(name), lines)) for name in at)
+            channel.say(offsets=at)
+        if header.get("live", True) is False:
+            ends = {name: files.size(name) for name in at}
+            while files.send_growth(channel.writer, at, ends):
+                pass
+        else:
+            _send_live(channel, files, at, over, wait)
     finally:
-        for fd in files.values():
-            os.close(fd)
+        files.close()
     channel.writer.frame(b"Z", json.dumps(at).encode("ascii"))
     channel.writer.flush()
     channel.finish()
 
 
-def _send_growth(writer: Writer, folder: str, name: str, at: Dict[str, int], files: Dict[str, int]) -> bool:
-    """One block of what a log has grown by."""
-    if name not in files:
-        try:
-            files[name] = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-    block = os.pread(files[name], BLOCK, at[name])
-    if block:
-        writer.frame(LOGS[name], block)
-        at[name] += len(block)
-    return bool(block)
+def _send_live(channel: Channel, files: "_LogFiles", at: Dict[str, int], over: Callable[[], bool], wait: Callable[[float], None]) -> None:
+    spoken, pause, silent_rounds = time.monotonic(), 0.0, 0
+    while True:
+        last_round = over()                                     # asked before reading: what was written before is read in this round
+        if last_round or pause < LONGEST_PAUSE_S or silent_rounds % LOOKED_FOR_IN == 0:
+            files.look()
+        if files.send_growth(channel.writer, at):
+            channel.writer.flush()
+            spoken, pause, silent_rounds = time.monotonic(), 0.0, 0
+        elif last_round:
+            return
+        else:
+            if time.monotonic() - spoken > KEEPALIVE_S:
+                channel.keep_alive()
+                spoken = time.monotonic()
+            pause = min(pause + 0.01, LONGEST_PAUSE_S)
+            silent_rounds += 1
+            wait(pause)
 
 
-def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[str, bytes], None]) -> Dict[str, int]:
-    """Operator: `take(log, bytes)` for every piece from `offsets` on, until the node says that nothing more comes; the final sizes."""
+class _LogFiles:
+    """The logs of a run on the node, open as soon as they exist. A silent one costs one system call a look: hours of them add up."""
+
+    def __init__(self, folder: str, names: Iterable[str]) -> None:
+        self._folder = folder
+        self._fds: Dict[str, int] = {}
+        self._absent = list(names)
+        self.look()
+
+    def look(self) -> None:
+        """Opens what has come into being."""
+        for name in list(self._absent):
+            try:
+                self._fds[name] = os.open(os.path.join(self._folder, name), os.O_RDONLY | os.O_CLOEXEC)
+                self._absent.remove(name)
+            except FileNotFoundError:
+                pass
+
+    def fd(self, name: str) -> int:
+        return self._fds.get(name, -1)
+
+    def size(self, name: str) -> int:
+        return os.fstat(self._fds[name]).st_size if name in self._fds else 0
+
+    def send_growth(self, writer: Writer, at: Dict[str, int], ends: Optional[Dict[str, int]] = None) -> bool:
+        """A block of each log that reaches beyond `at`, which moves on, and not beyond `ends`; False: there was none."""
+        moved = False
+        for name, fd in self._fds.items():
+            left = (os.fstat(fd).st_size if ends is None else ends[name]) - at[name]
+            block = os.pread(fd, min(left, BLOCK), at[name]) if left > 0 else b""
+            if block:
+                writer.frame(LOGS[name], block)
+                at[name] += len(block)
+                moved = True
+        return moved
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+
+def tail_start(fd: int, size: int, lines: int) -> int:
+    """Where the last `lines` lines of the file's first `size` bytes begin. A last one without a line feed counts. Read from the end, so
+    that a long log takes no longer than a short one."""
+    at, wanted = size, lines
+    if lines == 0:
+        return size
+    while at > 0:
+        start = max(0, at - TAIL_BLOCK)
+        block = os.pread(fd, at - start, start)
+        end = len(block) - (at == size and block.endswith(b"\n"))   # the last line's own end is no beginning
+        found = block.count(b"\n", 0, end)
+        if found >= wanted:
+            for _ in range(wanted):
+                end = block.rindex(b"\n", 0, end)
+            return start + end + 1
+        wanted, at = wanted - found, start
+    return 0
+
+
+def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[str, int, bytes], None], tail: Optional[int] = None,
+           live: bool = True) -> Dict[str, int]:
+    """Operator: `take(log, position, bytes)` for every piece from `offsets` on, until the node says that nothing more comes; the final
+    sizes. With `tail` each log named in `offsets` begins at its last `tail` lines instead; without `live` it ends at its present end."""
     channel = Channel(stream)
     try:
-        channel.say(type="Follow", run_id=run_id, offsets=offsets)
+        request: Dict[str, Any] = {"type": "Follow", "run_id": run_id, "offsets": offsets}
+        if tail is not None:
+            request["tail"] = tail
+        if not live:
+            request["live"] = False
+        channel.say(**request)
+        begins = offsets if tail is None else channel.answer().get("offsets")
+        if not isinstance(begins, dict):
+            raise WireError("offsets must say where each log begins")
+        at = {name: _count(begins, name) for name in offsets}
         while True:
             kind, payload = channel.frame()
             if kind == b"Z":
                 sizes = decode_object(payload)
+                if any(_count(sizes, name) != at[name] for name in at):
+                    raise WireError("the final sizes of the logs aren't what was sent of them")
                 channel.finish()
-                return {name: _count(sizes, name) for name in offsets}
-            if kind not in _LOG_OF:
+                return at
+            name = _LOG_OF.get(kind, "")
+            if name not in at:
                 raise WireError(f"a frame {kind!r} in a log")
-            take(_LOG_OF[kind], payload)
+            take(name, at[name], payload)
+            at[name] += len(payload)
     finally:
         channel.leave()
 

@@ -27,7 +27,7 @@ ROWS = (
     "files fsm membership wire manifest config",
     "paths link supervise known_hosts store screen records workspace",
     "agentfile ssh transfer",
-    "provider noderun landing",
+    "provider noderun landing logs",
     "agent bootstrap session",
     "node provider_local provider_ssh contact",
     "orchestrator",

@@ -14,7 +14,7 @@ from datetime import datetime
 
 import pytest
 
-from gpurun import records
+from gpurun import records, transfer
 from gpurun.errors import RecordError
 from gpurun.records import Record, RunFolder, all_runs, choose_runs_dir, find, new_run_id
 
@@ -76,7 +76,8 @@ def test_create_where_it_cannot_be_says_what_to_do(tmp_path):
 def test_record_comes_back_as_it_was(runs):
     folder, record = RunFolder.create(runs, "hello")
     record.state, record.exit_code, record.seq, record.outputs = "FAILED", 137, 9, ["a b\n", "é\udcff"]
-    record.offsets["stdout"] = 2**40
+    record.offsets["run.out"] = 2**40
+    record.detached, record.seen = True, {"phase": "run"}
     folder.save(record)
     assert folder.load() == record
     record.exit_code = None
@@ -105,6 +106,21 @@ def test_unknown_and_missing_keys_do_no_harm(runs):
     folder = make(runs)
     broken(folder, future="x", missing=...)
     assert folder.load().missing == []
+
+
+def test_a_record_of_before_the_four_logs_loads(runs):
+    folder = make(runs)
+    broken(folder, offsets={"stdout": 5, "stderr": 1, "setup": 7}, detached=..., logs_complete=..., seen=...)
+    record = folder.load()
+    assert record.offsets == {"setup.out": 0, "setup.err": 0, "run.out": 0, "run.err": 0}
+    assert (record.detached, record.logs_complete, record.seen) == (False, False, {})
+
+
+def test_the_logs_here_are_the_nodes_by_their_names(runs):
+    folder = make(runs)
+    assert list(folder.logs) == list(transfer.LOGS) == list(Record().offsets)
+    assert [os.path.basename(path) for path in folder.logs.values()] == ["setup-stdout.log", "setup-stderr.log", "stdout.log", "stderr.log"]
+    assert (folder.stdout, folder.stderr) == (folder.logs["run.out"], folder.logs["run.err"])
 
 
 def test_a_record_killed_at_any_moment_is_whole(runs):

@@ -371,7 +371,7 @@ class Log:
         self.got = {name: b"" for name in transfer.LOGS}
         self.pieces = []
 
-        def take(name, data):
+        def take(name, position, data):
             self.got[name] += data
             self.pieces.append((name, data))
 
@@ -427,7 +427,7 @@ def test_a_node_that_sends_nonsense_for_a_log_is_an_error(frames):
         channel.writer.flush()
 
     with node(lies) as stream, pytest.raises(WireError):
-        transfer.follow(stream, "run-1", {"run.out": 0}, lambda name, data: None)
+        transfer.follow(stream, "run-1", {"run.out": 0}, lambda name, position, data: None)
 
 
 def test_a_single_line_of_50_mb_passes_in_pieces(tmp_path):
@@ -435,7 +435,7 @@ def test_a_single_line_of_50_mb_passes_in_pieces(tmp_path):
         stream.truncate(50 << 20)
     largest, total = 0, 0
 
-    def take(name, data):
+    def take(name, position, data):
         nonlocal largest, total
         largest, total = max(largest, len(data)), total + len(data)
 
