@@ -593,6 +593,9 @@ def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[st
         if not isinstance(begins, dict):
             raise WireError("offsets must say where each log begins")
         at = {name: _count(begins, name) for name in offsets}
+        if tail is not None:
+            for name in at:
+                take(name, at[name], b"")     # who breaks off before anything comes knows where to go on
         while True:
             kind, payload = channel.frame()
             if kind == b"Z":
