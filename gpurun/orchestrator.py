@@ -120,12 +120,13 @@ class Orchestrator:
         return self._result()
 
     def take_over(self, stop: bool = False, grace_s: float = GRACE_S, echo: bool = True, tail: int | None = None, past: bool = True,
-                  deadline: float = float("inf")) -> dict[str, Any]:
+                  leaves: bool = False, deadline: float = float("inf")) -> dict[str, Any]:
         """Goes on with a run that no process here drives, from its record, to its end; with `stop` it is ended. What its node says is the truth: a
         job that ended by itself meanwhile has its own exit code, and its outputs and the rest of its logs come home in any case.
 
         `echo` shows its logs: from the beginning, or the last `tail` lines of each and what comes then; without `past` only what isn't on
-        this disk yet. At `deadline` (time.monotonic) it is left: exit code 124. Raises GpurunError when the node can't be reached; the record stays as it is then.
+        this disk yet. At `deadline` (time.monotonic) it is left: exit code 124. `leaves`: so does any signal, which asks and stops nothing.
+        Raises GpurunError when the node can't be reached; the record stays as it is then.
         """
         known = asdict(self._fsm)
         self._fsm = replace(self._fsm, **{name: value for name, value in self._record.fsm.items() if name in known})
@@ -135,7 +136,7 @@ class Orchestrator:
         self._taking_over, self._stop_wanted, self._grace_s = True, stop, grace_s
         self._echo, self._tail, self._deadline = echo, tail if echo else None, deadline
         self._past_shown = not past
-        self._signals = 1 if stop else 0      # there is nothing to stop but this: the first Ctrl-C leaves
+        self._signals = 1 if stop or leaves else 0   # the first Ctrl-C leaves
         return self.run()
 
     def _contact_with(self, node: Node) -> Contact:
