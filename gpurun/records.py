@@ -132,7 +132,7 @@ class RunFolder:
         except OSError as error:
             raise RecordError(f"{error.filename or runs_dir}: {error.strerror}; the run's record can't be kept there. "
                               "Name another folder with --runs-dir or GPURUN_RUNS.") from error
-        _point_latest(runs_dir, folder.run_id)
+        point_latest(runs_dir, folder.run_id)
         return folder, record
 
     def save(self, record: Record) -> None:
@@ -271,7 +271,14 @@ def _folders(runs_dir: str) -> list[RunFolder]:
         raise RecordError(f"{runs_dir} can't be read: {error.strerror}. Check its owner and mode.") from error
 
 
-def _point_latest(runs_dir: str, run_id: str) -> None:
+def point_latest(runs_dir: str, run_id: str | None) -> None:
+    """Has `latest` mean this run; with None it means none."""
+    if run_id is None:
+        try:
+            os.unlink(os.path.join(runs_dir, LATEST))
+        except OSError:   # there is none, or it is a folder of somebody's
+            pass
+        return
     temp = os.path.join(runs_dir, TEMP_PREFIX + os.urandom(8).hex())
     try:
         os.symlink(run_id, temp)
