@@ -1,13 +1,14 @@
 """The agent: serves operators on the node, whose runs go on whether they are there or not.
 
-It gives the node to one run at a time (a claim), hands each session's commands to its run and the run's events to the session, and
-serves the transfers. Jobs are children of supervisors, not of the agent: killing or replacing it touches none of them, and a new agent
+It gives the node to one run at a time (a claim; the others stand in a queue, whether their operators are there or not), hands each
+session's commands to its run and the run's events to the session, and serves the transfers. Jobs are children of supervisors, not of the agent: killing or replacing it touches none of them, and a new agent
 takes up the runs that it finds in its folder.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import platform
@@ -19,14 +20,15 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, Iterator, List, Optional, Tuple
 
 from gpurun import __version__, transfer, wire
 from gpurun.errors import GpurunError, LinkError, LinkTimeoutError, WireError
 from gpurun.files import atomic_write, free_bytes, read_json
 from gpurun.link import FAST_WRITES, Link, Stream
 from gpurun.messages import (
-    COMMANDS, OPERATOR_SAYS, Busy, Hello, JobExited, NodeFault, NodeReady, Ping, Pong, Refused, Sample, SetupCompleted,
+    COMMANDS, OPERATOR_SAYS, Busy, Detach, Detached, Hello, JobExited, NodeFault, NodeReady, Ping, Pong, QueryRuns, Refused, Removed,
+    RemoveRun, RunStates, Sample, SetupCompleted,
 )
 from gpurun.noderun import NodeRun, Supervisors
 from gpurun.store import Store, remove_tree
@@ -36,11 +38,14 @@ SILENCE_S = 60.0              # an operator pings every few seconds; a session s
 NO_RUN_S = 60.0               # a transfer may be asked for before its run's claim is given
 NEVER_STARTED_S = 300.0       # a run whose operator vanished before its job could start is given up
 HOUSEKEEPING_S = 5.0
+SAMPLE_S, SAMPLE_MOST_S = 5.0, 60.0   # at first, and once a run has gone on for long: each asks nvidia-smi, which takes a second or more
+SAMPLE_GROWTH = 1.25
 RELEASE_S = 10.0              # between a run's last word and the node being free: a sync of its state
-MAX_WAITING = 200             # sessions in line, before those that have gone are sorted out
+MAX_WAITING = 500             # runs in the queue: each has a thread
+MAX_ASKED = 500               # runs in one question: their states must go into one line
 MAX_UNSENT = 10000            # answers to an operator that asks and doesn't read
 TRIM_EVERY_S = 600.0
-KEEP_RUNS = 20                # collected runs beyond this lose their folder, oldest first
+REMOVED = ".removed-"         # what a run's folder is called while it is being deleted; no run id begins with a dot
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}").fullmatch
 
 
@@ -58,12 +63,14 @@ class Agent:
         self._runs: Dict[str, NodeRun] = {}
         self._claim: Optional[NodeRun] = None
         self._claimed_at = time.monotonic()
-        self._waiting: Deque[Tuple["Session", Hello]] = collections.deque()
+        self._queue: Deque[NodeRun] = collections.deque()
+        self._fetched: Dict[str, int] = {}   # how many transfers are reading a run's folder
         self._sessions = 0
         self._used_at = time.monotonic()
         self._authorized: Tuple[int, frozenset] = (0, frozenset())
         self._gpus: List[Dict[str, Any]] = []
         self._trimmed = time.monotonic()
+        self._sampled, self._sample_pause = time.monotonic(), SAMPLE_S
         self._facts = _facts()
         self._write_claim()
 
@@ -98,16 +105,23 @@ class Agent:
             return False                     # not readable for now; what isn't there reads as {}
 
     def _keep_house(self) -> None:
-        now, run = time.monotonic(), self._claim
-        if run is not None or self._sessions:
+        now, claim = time.monotonic(), self._claim
+        if claim is not None or self._sessions:
             self._used_at = now
-        if run is not None:
-            if not run.has_process and now - run.touched > NEVER_STARTED_S:
-                run.give_up(f"the operator was silent for {NEVER_STARTED_S:g} s before the job could start")
-            self._sample(run)
-        elif now - self._trimmed > TRIM_EVERY_S:
+        with self._lock:
+            runs = list(self._runs.values())
+        for run in runs:
+            if run.over:
+                run.write_rest()
+            elif not run.has_process and not run.can_finish_alone and now - run.touched > NEVER_STARTED_S:
+                run.give_up(_deserted(run))
+        if claim is not None and now - self._sampled > self._sample_pause - HOUSEKEEPING_S / 2:
+            self._sampled, self._sample_pause = now, min(self._sample_pause * SAMPLE_GROWTH, SAMPLE_MOST_S)
+            self._sample(claim)
+        if now - self._trimmed > TRIM_EVERY_S:
             self._trimmed = now
-            self.store.trim()
+            if claim is None:
+                self.store.trim()
             self._prune()
 
     def close(self) -> None:
@@ -127,28 +141,94 @@ class Agent:
         return peer_id in self._authorized[1]
 
     def _take_up_runs(self) -> None:
+        """The runs of an earlier agent: the one that had the node has it again, the others queue as they did."""
         for name in sorted(os.listdir(self.store.runs)):
+            path = os.path.join(self.store.runs, name)
             try:
-                run = NodeRun.load(self.store, os.path.join(self.store.runs, name), **self._parts())
+                if name.startswith(REMOVED):
+                    remove_tree(path)
+                    continue
+                run = NodeRun.load(self.store, path, **self._parts())
             except (GpurunError, OSError, KeyError, TypeError, ValueError):
                 traceback.print_exc()
                 continue                     # a folder that nothing can be read from; it stays, for a person to look at
             if run is not None:
                 self._runs[run.run_id] = run
-                if not run.over and self._claim is None:
-                    self._take(run)
-                run.begin()
+        with self._lock:
+            self._queue.extend(sorted((run for run in self._runs.values() if not run.over),
+                                      key=lambda run: (not run.had_turn, run.place, run.created)))
+            self._next()
+        for run in list(self._runs.values()):
+            run.begin()
 
     def _parts(self) -> Dict[str, Any]:
         return {"supervisors": self._supervisors, "environment": self._environment, "ended": self._release}
 
     def _prune(self) -> None:
-        """Forgets the oldest runs whose outputs are home. A run that nobody collected is never touched."""
+        """Forgets each operator's oldest runs whose outputs are home, but for as many as it last asked to keep. A run that nobody collected
+        is never touched, nor one that somebody is looking at."""
         with self._lock:
-            done = sorted((run for run in self._runs.values() if run.over and run.collected), key=lambda run: run.created)
-            for run in done[:max(0, len(done) - KEEP_RUNS)]:
-                remove_tree(run.folder)
-                del self._runs[run.run_id]
+            of: Dict[str, List[NodeRun]] = {}
+            for run in sorted(self._runs.values(), key=lambda run: (run.place, run.created)):
+                of.setdefault(run.operator, []).append(run)
+            paths = []
+            for runs in of.values():
+                done = [run for run in runs if run.settled.is_set() and run.collected]
+                spare = done[:max(0, len(done) - runs[-1].keep)]
+                for run in spare:
+                    if not run.listeners and not self._fetched.get(run.run_id):
+                        with _may_fail():
+                            paths.append(self._forget(run))
+        for path in paths:
+            with _may_fail():                # a folder that the job made somebody else's: the next agent tries again
+                remove_tree(path)
+
+    def _forget(self, run: NodeRun) -> str:
+        """Under our lock: the run isn't known any more; what is left to be deleted. A kill in the middle leaves nothing that looks like a run."""
+        path = os.path.join(self.store.runs, f"{REMOVED}{run.run_id}-{os.urandom(4).hex()}")
+        try:
+            os.rename(run.folder, path)
+        except FileNotFoundError:
+            pass                             # somebody deleted it already
+        del self._runs[run.run_id]
+        return path
+
+    def remove(self, run_id: str, peer_id: str) -> Any:
+        """Deletes an ended run; Removed, or why not as Refused. Takes as long as the disk does."""
+        refused = Refused(run_id=run_id, of="RemoveRun")
+        with self._lock:
+            run = self._runs.get(run_id)
+        if run is None:
+            return Removed(run_id=run_id)
+        if run.operator != peer_id:
+            return refused._replace(reason=f"the run {run_id} is another operator's")
+        if not run.settled.wait(RELEASE_S if _said_all(run) else 0.0):
+            return refused._replace(reason=f"{run_id} hasn't ended yet ({run.report()['phase']}): stop it first")
+        try:
+            with self._lock:
+                if self._runs.get(run_id) is not run:
+                    return Removed(run_id=run_id)
+                if self._fetched.get(run_id):
+                    return refused._replace(reason=f"the logs or outputs of {run_id} are being fetched just now: try again when that is over")
+                path = self._forget(run)
+            remove_tree(path)
+        except OSError as error:
+            return refused._replace(reason=f"its folder on the node could not be deleted whole: {error.filename}: {error.strerror}")
+        return Removed(run_id=run_id)
+
+    def states(self, run_ids: List[str], peer_id: str) -> Any:
+        """How those of the runs are that the node has and that are this operator's."""
+        if len(run_ids) > MAX_ASKED:
+            return Refused(of="QueryRuns", reason=f"{len(run_ids)} runs in one question; at most {MAX_ASKED} are allowed")
+        states = {}
+        for run_id in run_ids:
+            run = self.find(run_id, peer_id)
+            if run is not None:
+                states[run_id] = run.report()
+                ahead = self._ahead(run)
+                if ahead:
+                    states[run_id]["ahead"] = ahead
+        return RunStates(states=states)
 
     # ---- claims ------------------------------------------------------------------------------------------------------------
 
@@ -167,44 +247,51 @@ class Agent:
             raise WireError(f"this node has no run {run_id[:100]} of this operator")
         return run
 
-    def claim(self, session: "Session", hello: Hello) -> Any:
-        """The run, new or known; or the Busy to answer; or None, with `wait`: the session's `granted` is called when its turn comes."""
+    def claim(self, hello: Hello, peer_id: str) -> Tuple[Optional[NodeRun], Optional[Busy]]:
+        """The run, new or known, and the Busy to answer when it isn't its turn; no run where the node is another one's and this one won't wait."""
         with self._lock:
-            known = self._runs.get(hello.run_id)
-            if known is not None:
-                if known.operator != session.peer_id:
-                    raise WireError(f"the run {hello.run_id} is another operator's")
-                return known
-            if not RUN_ID(hello.run_id):
-                raise WireError("run_id must be letters, digits, '.', '_' and '-'")
-            # An operator that has just heard how its run ended may come with the next one before our thread has given the node up.
-            self._lock.wait_for(lambda: self._claim is None or not _said_all(self._claim), RELEASE_S)
-            if self._claim is None and not self._waiting:
-                return self._create(session, hello)
-            busy = self.busy()
-            if not hello.wait:
-                return busy
-            session.wait(hello.run_id, busy)   # said under our lock: the claim may come the moment after
-            for place, (waiting, asked) in enumerate(self._waiting):
-                if asked.run_id == hello.run_id and waiting.peer_id == session.peer_id:
-                    self._waiting[place] = (session, hello)   # it lost its connection and keeps its place
-                    return None
-            if len(self._waiting) >= MAX_WAITING:
-                self._waiting = collections.deque(pair for pair in self._waiting if not pair[0].closed)
-            self._waiting.append((session, hello))
-            return None
+            run = self._known(hello, peer_id)
+            if run is None:
+                # An operator that has just heard how its run ended may come with the next one before our thread has given the node up.
+                self._lock.wait_for(lambda: self._claim is None or not _said_all(self._claim), RELEASE_S)
+                run = self._known(hello, peer_id)   # another session may have brought it meanwhile
+            if run is None and self._claim is not None and not hello.wait:
+                return None, self._busy()
+            if run is None:
+                run = self._create(hello, peer_id)
+            return run, self.busy(run)
 
-    def _create(self, session: "Session", hello: Hello) -> NodeRun:
-        run = NodeRun.create(self.store, hello.run_id, hello.job, session.peer_id, hello.operator[:100], **self._parts())
+    def _known(self, hello: Hello, peer_id: str) -> Optional[NodeRun]:
+        run = self._runs.get(hello.run_id)
+        if run is not None:
+            if run.operator != peer_id:
+                raise WireError(f"the run {hello.run_id} is another operator's")
+            run.kept_with(hello.keep)
+        return run
+
+    def _create(self, hello: Hello, peer_id: str) -> NodeRun:
+        if not RUN_ID(hello.run_id):
+            raise WireError("run_id must be letters, digits, '.', '_' and '-'")
+        if len(self._queue) >= MAX_WAITING:
+            raise GpurunError(f"{len(self._queue)} runs wait for this node already; try again when some of them have ended")
+        place = 1 + max((run.place for run in self._runs.values()), default=0)
+        run = NodeRun.create(self.store, hello.run_id, hello.job, peer_id, hello.operator[:100], place, hello.keep, **self._parts())
         self._runs[run.run_id] = run
-        self._take(run)
+        self._queue.append(run)
+        self._next()
         self._lock.notify_all()
         run.begin()
         return run
 
-    def _take(self, run: NodeRun) -> None:
-        self._claim, self._claimed_at = run, time.monotonic()
-        self._write_claim()
+    def _next(self) -> None:
+        """Under our lock: gives the node, if it is free, to the run that has waited longest."""
+        while self._claim is None and self._queue:
+            run = self._queue.popleft()
+            if not run.over:                 # else it was stopped a moment ago, and its thread is about to tell us
+                self._claim, self._claimed_at = run, time.monotonic()
+                self._sampled, self._sample_pause = time.monotonic(), SAMPLE_S
+                self._write_claim()
+                run.grant()
 
     def _write_claim(self) -> None:
         """Says on disk whether this agent may be replaced: `start` of another version looks at it."""
@@ -215,28 +302,34 @@ class Agent:
             traceback.print_exc()
 
     def _release(self, run: NodeRun) -> None:
-        """A run's last process is gone: the node is the next one's."""
+        """A run's last process is gone: the node is the next one's. Or it ended while it waited for the node."""
         with self._lock:
+            if run in self._queue:
+                self._queue.remove(run)
             if self._claim is run:
                 self._claim = None
+                self._next()
+                if self._claim is None:
+                    self._write_claim()
             self._used_at = time.monotonic()
-            while self._claim is None and self._waiting:
-                session, hello = self._waiting.popleft()
-                if session.closed:
-                    continue                 # it vanished while it waited
-                try:
-                    session.granted(self._create(session, hello))
-                except (GpurunError, OSError) as error:
-                    session.say(Refused(run_id=hello.run_id, of="Hello", reason=str(error)))
-            if self._claim is None:
-                self._write_claim()
             self._lock.notify_all()
         try:
             self._supervisors.prepare()
         except OSError:                      # no more processes just now: the next phase starts its own, or says so
             traceback.print_exc()
 
-    def busy(self) -> Busy:
+    def _ahead(self, run: NodeRun) -> int:
+        """How many runs have the node before this one, the one that has it now included; 0 when none does."""
+        with self._lock:
+            return 1 + self._queue.index(run) if run in self._queue else 0
+
+    def busy(self, run: NodeRun) -> Optional[Busy]:
+        """What a run that waits for its turn waits for; None for one that doesn't."""
+        with self._lock:
+            ahead = self._ahead(run)
+            return self._busy()._replace(ahead=ahead) if ahead else None
+
+    def _busy(self) -> Busy:
         run = self._claim
         if run is None:
             return Busy()
@@ -254,6 +347,7 @@ class Agent:
             finally:
                 with self._lock:
                     self._sessions -= 1
+                self._prune()
         else:
             self._transfer(stream)
 
@@ -267,10 +361,11 @@ class Agent:
                 transfer.serve_push(channel, header, self.store, self._tree_arrived)
             elif kind in ("Pull", "Follow"):
                 run = self.wait_for(str(header.get("run_id")), peer_id)
-                if kind == "Follow":
-                    transfer.serve_follow(channel, header, run.folder, lambda: run.over, run.wait_change)
-                else:
-                    run.pulled(transfer.serve_pull(channel, header, run.workdir, run.wait_over))
+                with self._fetching(run):
+                    if kind == "Follow":
+                        self._follow(channel, header, run)
+                    else:
+                        self._pull(channel, header, run)
             else:
                 raise WireError(f"a transfer of type {str(kind)[:40]!r} isn't known here")
         except LinkError:
@@ -280,9 +375,34 @@ class Agent:
         except OSError as error:
             transfer.report(channel, GpurunError(f"the node failed at {error.filename or 'a file'}: {error.strerror or error}"))
 
+    @contextlib.contextmanager
+    def _fetching(self, run: NodeRun) -> Iterator[None]:
+        """Meanwhile the run's folder stays."""
+        with self._lock:
+            self._fetched[run.run_id] = self._fetched.get(run.run_id, 0) + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._fetched[run.run_id] -= 1
+                if not self._fetched[run.run_id]:
+                    del self._fetched[run.run_id]
+
+    def _follow(self, channel: transfer.Channel, header: Dict[str, Any], run: NodeRun) -> None:
+        over = run.over
+        transfer.serve_follow(channel, header, run.folder, lambda: run.over, run.wait_change)
+        if "tail" not in header and (over or header.get("live") is not False):
+            run.logs_taken()
+
+    def _pull(self, channel: transfer.Channel, header: Dict[str, Any], run: NodeRun) -> None:
+        pulled = transfer.serve_pull(channel, header, run.workdir, run.wait_over)
+        if header.get("live") is not True:     # else what came was of a moment before the end
+            run.pulled(pulled, header["outputs"])
+
     def _tree_arrived(self, tree: str) -> None:
-        run = self._claim
-        if run is not None:
+        with self._lock:
+            runs = [run for run in self._runs.values() if not run.made]
+        for run in runs:
             run.tree_arrived(tree)
 
     # ---- facts and samples ---------------------------------------------------------------------------------------------------
@@ -319,8 +439,10 @@ class Session:
         self._wake = threading.Condition()
         self._outbox: Deque[Any] = collections.deque()
         self._run: Optional[NodeRun] = None
-        self._waits_for = ""
-        self._held: Dict[str, Any] = {}      # what was sent while it waited for the claim, the last of each type
+        self._news = False                   # of the run: what it is, the writer asks it
+        self._ready = False                  # NodeReady was said
+        self._waits = False                  # it is to be said when the run's turn comes
+        self._leaving = False                # Detached is to be said as soon as that is so
         self._after = 0
 
     def serve(self) -> None:
@@ -348,22 +470,7 @@ class Session:
         line = self._reader.line(HELLO_S)
         if not line:
             return
-        hello = wire.decode(line, [Hello])
-        self._after = max(0, hello.after)
-        if not hello.run_id:
-            self.say(NodeReady(facts=self._agent.facts(self.peer_id)))
-        elif hello.claim:
-            answer = self._agent.claim(self, hello)
-            if isinstance(answer, Busy):
-                self.say(answer)
-            elif answer is not None:
-                self.granted(answer)
-        else:
-            run = self._agent.find(hello.run_id, self.peer_id)
-            if run is None:
-                self.say(Refused(run_id=hello.run_id, of="Hello", reason=f"this node has no run {hello.run_id[:100]} of this operator"))
-            else:
-                self.granted(run)
+        self._greet(wire.decode(line, [Hello]))
         while True:
             try:
                 line = self._reader.line(SILENCE_S)
@@ -374,48 +481,52 @@ class Session:
             message = wire.decode(line, OPERATOR_SAYS)
             if isinstance(message, Ping):
                 self.say(Pong(number=message.number))
+            elif isinstance(message, QueryRuns):
+                self.say(self._agent.states(message.run_ids, self.peer_id))
+            elif isinstance(message, RemoveRun):
+                # In a thread: a large workdir takes its time, and pings are to be answered meanwhile.
+                threading.Thread(target=self._remove, args=(message.run_id,), name="remove", daemon=True).start()
             elif isinstance(message, COMMANDS):
                 self._command(message)
             else:
                 raise WireError("Hello is a session's first line and no later one")
 
+    def _greet(self, hello: Hello) -> None:
+        self._after = max(0, hello.after)
+        if not hello.run_id:
+            self.say(NodeReady(facts=self._agent.facts(self.peer_id)))
+            return
+        if hello.claim:
+            run, busy = self._agent.claim(hello, self.peer_id)
+        else:
+            run = self._agent.find(hello.run_id, self.peer_id)
+            busy = self._agent.busy(run) if run is not None else None
+            if run is None:
+                self.say(Refused(run_id=hello.run_id, of="Hello", reason=f"this node has no run {hello.run_id[:100]} of this operator"))
+        if busy is not None:
+            self.say(busy)                   # before the writer can see that the run's turn has come
+        if run is not None:
+            self._waits = busy is not None
+            self._run = run
+            run.listeners.append(self._listen)
+            self._listen()
+
     def _command(self, command: Any) -> None:
-        with self._wake:
-            if self._waits_for == command.run_id and command.run_id:
-                self._held[type(command).__name__] = command
-                return
         run = self._run
         if run is None or run.run_id != command.run_id:
             self.say(Refused(run_id=command.run_id, of=type(command).__name__, reason="this session has no claim on that run"))
             return
         run.handle(command)
+        if isinstance(command, Detach):
+            self._leaving = True
+            self._listen()
 
-    def wait(self, run_id: str, busy: Busy) -> None:
-        """The claim comes later. A plan that came with Hello is kept until then, whole: half of one would be another plan."""
-        with self._wake:
-            self._waits_for = run_id
-            self._outbox.append(busy)
-            self._wake.notify()
-
-    def granted(self, run: NodeRun) -> None:
-        """The run is this session's: its events from `after` on, and a NodeReady before them."""
-        facts = self._agent.facts(self.peer_id)
-        with self._wake:
-            self._outbox.append(NodeReady(run_id=run.run_id, facts=facts))
-            self._run = run
-            if self.closed:
-                return                       # it went a moment ago; the run waits for it for a while
-            try:
-                for command in self._held.values():   # before any later one: those wait for our lock
-                    run.handle(command)
-            except WireError as error:
-                self._outbox.append(Refused(run_id=run.run_id, of=type(command).__name__, reason=str(error)))
-            self._waits_for, self._held = "", {}
-            run.listeners.append(self._listen)
-            self._wake.notify()
+    def _remove(self, run_id: str) -> None:
+        self.say(self._agent.remove(run_id, self.peer_id))
 
     def _listen(self, sample: Any = None) -> None:
         with self._wake:
+            self._news = True
             if sample is not None:
                 self._outbox.append(sample)
             self._wake.notify()
@@ -431,23 +542,60 @@ class Session:
         try:
             while True:
                 with self._wake:
-                    self._wake.wait_for(lambda: self._outbox or self._behind() or self.closed)
-                    messages = list(self._outbox)
+                    self._wake.wait_for(lambda: self._outbox or self._news or self.closed)
+                    messages, closing = list(self._outbox), self.closed
                     self._outbox.clear()
-                    if self._run is not None:
-                        new = self._run.events[self._after:]
-                        self._after += len(new)
-                        messages += new
-                    closing = self.closed and not messages
-                if closing:
+                    self._news = False
+                messages += self._of_run()   # not under our lock: the run calls us under its own
+                if messages:
+                    self._stream.write(b"".join(map(wire.encode, messages)), transfer.IO_S)
+                elif closing:
                     self._stream.finish(transfer.IO_S)
                     return
-                self._stream.write(b"".join(map(wire.encode, messages)), transfer.IO_S)
         except LinkError:
             self._stream.abort()             # the operator is gone: the reader notices too
 
-    def _behind(self) -> bool:
-        return self._run is not None and len(self._run.events) > self._after
+    def _of_run(self) -> List[Any]:
+        """What there is to say of the run: that its turn has come, before any event of it; its events; that it can be left alone. A run
+        that ended while it waited has events and no turn."""
+        run = self._run
+        if run is None:
+            return []
+        said: List[Any] = []
+        over = run.over                      # asked first: what follows is then complete
+        if not self._ready and (run.has_turn or not self._waits):
+            self._ready = True
+            said.append(NodeReady(run_id=run.run_id, facts=self._agent.facts(self.peer_id)))
+        if self._ready or over:
+            new = run.events[self._after:]
+            self._after += len(new)
+            said += new
+        if self._leaving:
+            try:
+                if run.may_leave():
+                    self._leaving = False
+                    said.append(Detached(run_id=run.run_id))
+            except GpurunError as error:
+                self._leaving = False
+                said.append(Refused(run_id=run.run_id, of="Detach", reason=str(error)))
+        return said
+
+
+def _deserted(run: NodeRun) -> str:
+    """Why a run whose operator is gone doesn't go on."""
+    if run.lost_values:
+        return (f"the agent was restarted before the job began, and the values of its env ({', '.join(run.lost_values)}) were only in its "
+                "memory: run the job again")
+    return f"the operator was silent for {NEVER_STARTED_S:g} s before the job could start"
+
+
+@contextlib.contextmanager
+def _may_fail() -> Iterator[None]:
+    """For the disk's refusals that concern nobody but who reads the log."""
+    try:
+        yield
+    except OSError:
+        traceback.print_exc()
 
 
 def _said_all(run: NodeRun) -> bool:

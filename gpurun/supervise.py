@@ -1,10 +1,11 @@
 """The supervisor: one process for each phase of a run, between the agent and the user's command.
 
-The agent starts it ahead of time and gives it its work as one JSON line on stdin; killing or replacing the agent afterwards doesn't
-touch it. It runs `bash -c` in the workdir with stdin from /dev/null and both outputs into files, waits, ends what the command left
-running, and writes `<phase>.exit` atomically. It is a subreaper: whatever the command starts stays below it, with setsid or without,
-so SIGTERM to the supervisor ends the whole tree (TERM, a grace period, KILL) and nothing else. No exit record and no supervisor means
-that nobody knows how the command ended.
+The agent starts it ahead of time, notes which one it is, and only then gives it its work, as one JSON line on stdin; killing or
+replacing the agent afterwards doesn't touch it. It runs `bash -c` in the workdir with stdin from /dev/null and both outputs into files,
+waits, ends what the command left running, and writes `<phase>.exit` atomically. Before it starts the command it makes
+`<phase>.exit.next`: neither of the two files and no supervisor means that the command never began, and an agent starts it anew; that
+mark alone, that nobody knows how the command ended. It is a subreaper: whatever the command starts stays below it, with setsid or
+without, so SIGTERM to the supervisor ends the whole tree (TERM, a grace period, KILL) and nothing else.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
-    if not line:
-        return 0              # the agent ended and had no use for this one
+    if not line.endswith(b"\n"):
+        return 0              # the agent ended and had no use for this one, or was ended in the middle of giving it its work
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
     spec = json.loads(line.decode("utf-8"))
     path = os.path.join(spec["folder"], spec["phase"] + ".exit")
     try:
-        _set_aside(path + ".next")
+        _set_aside(path + ".next")   # or nothing is started: without the mark the command might be started twice
         record = _supervise(spec)
     except OSError as error:
         record = {"fault": f"the command could not be started: {error.strerror or error}{_advice(error)}"}
@@ -50,6 +51,7 @@ def main() -> int:
 
 
 def _set_aside(path: str) -> None:
+    """Makes the mark, with room for the record in it where the file system can do that."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):
@@ -252,6 +254,15 @@ def start_time(pid: int) -> str:
         return " ".join(_ps("-o", "lstart=", "-p", str(pid)))
     fields = _stat_fields(pid)
     return "" if fields is None or fields[0] in "ZX" else fields[19]
+
+
+def boot_id() -> str:
+    """What tells this boot of the node from others, in which its pids and start times meant something else; "" where nothing does (macOS)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            return stream.read().strip()
+    except OSError:
+        return ""
 
 
 def _ps(*options: str) -> List[str]:

@@ -378,19 +378,19 @@ def test_waiters_get_the_node_in_the_order_they_came_and_with_their_whole_plan(n
                              RunSetup(f"r{number}", "echo set up > made", {}), RunJob(f"r{number}", f"cat made; echo r{number} >> {node.folder}/order", {}))
         assert talk.hear(Busy).run_id == "r0"
         waiting.append(talk)
-    waiting[1].close()                                     # vanished while it waited
+    waiting[1].close()                                     # vanished while it waited: the node has all that it takes
     eventually(lambda: waiting[1].connection._connection.close_reason())
-    again = operator.talk(known, Hello(run_id="r3", job="job", claim=True, wait=True), RunSetup("r3", "echo again > made"), RunJob("r3", f"cat made; echo r3 >> {node.folder}/order"))
-    assert again.hear(Busy)                                # came back: keeps its place before r4
+    again = operator.talk(known, Hello(run_id="r3", job="job", claim=True, wait=True), RunSetup("r3", "echo another > made"))
+    assert again.hear(Busy).ahead == 3                     # came back: keeps its place before r4, and its plan
     waiting[2].close()
     (node.folder / "runs" / "r0" / "work" / "go").touch()
     assert first.hear(JobExited).code == 0
     for talk in (waiting[0], again, waiting[3]):
-        assert talk.hear() .__class__ is NodeReady
+        assert talk.hear().__class__ is NodeReady
         assert talk.hear(SetupCompleted, JobExited, NodeFault).__class__ is SetupCompleted
         assert talk.hear(JobExited, NodeFault).code == 0
-    assert (node.folder / "order").read_text().split() == ["r1", "r3", "r4"]
-    assert operator.logs(known, "r3") == b"again\n"
+    assert (node.folder / "order").read_text().split() == ["r1", "r2", "r3", "r4"]
+    assert operator.logs(known, "r3") == b"set up\n"
 
 
 def test_a_run_whose_operator_vanished_before_its_job_could_start_is_given_up(node, operator, tmp_path):
