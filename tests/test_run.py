@@ -77,7 +77,7 @@ def test_a_failed_setup_is_the_result_and_outputs_come_home(warm):
 def test_setup_output_is_talk_and_has_a_log_of_its_own(warm):
     done = warm.gpurun(warm.job("echo job", setup="echo out; echo err >&2"))
     assert done.stdout == b"job\n" and b"out\n" in done.stderr and b"err\n" in done.stderr
-    assert sorted((warm.latest / "setup.log").read_bytes().split()) == [b"err", b"out"]
+    assert (warm.latest / "setup-stdout.log").read_bytes() == b"out\n" and (warm.latest / "setup-stderr.log").read_bytes() == b"err\n"
     assert (warm.latest / "stdout.log").read_bytes() == b"job\n"
 
 
@@ -141,7 +141,7 @@ def test_env_reaches_setup_and_job_and_its_values_are_nowhere(warm):
     assert out == f"{secret} p q ${{X}}\n".encode() and f"setup {secret}".encode() in err
     assert secret not in argv
     # What the job itself prints is in its logs: these are the user's. gpurun's own files have names only.
-    assert with_value <= {"stdout.log", "setup.log", "run.out", "setup.out"}
+    assert with_value <= {"stdout.log", "setup-stdout.log", "run.out", "setup.out"}
     assert warm.record()["job"]["env"] == ["GO", "LIT", "PLAIN", "TOKEN"]
 
 
@@ -347,7 +347,7 @@ def test_the_record_says_it_all_and_is_whole_at_every_moment(warm):
     record = warm.record()
     assert not bad
     assert record["run_id"] == warm.latest.name and record["state"] == "COMPLETED" and record["exit_code"] == 0
-    assert record["offsets"] == {"stdout": 3, "stderr": 0, "setup": 0} and record["bytes"] == {"pushed": 0, "pulled": 6}
+    assert record["offsets"] == {"run.out": 3, "run.err": 0, "setup.out": 0, "setup.err": 0} and record["logs_complete"] and record["bytes"] == {"pushed": 0, "pulled": 6}
     assert record["outputs"] == ["x"] and record["missing"] == ["y"] and record["path"] == "direct"
     assert record["times"]["created"] <= record["times"]["started"] <= record["times"]["ended"]
     assert record["node"]["agent_id"] == warm.agent()["id"] and record["node_dir"] == str(warm.node_dir / "runs" / warm.latest.name)

@@ -204,7 +204,7 @@ def test_twice_in_the_collection_leaves_and_says_where_the_outputs_are(warm):
     run.until("collect: from local")
     run.signal(signal.SIGINT).until("has ended already")
     assert run.signal(signal.SIGINT).end() == 130
-    assert "exited 3" in run.err and f"gpurun stop {warm.latest.name}" in run.err
+    assert "exited 3" in run.err and f"gpurun fetch {warm.latest.name}" in run.err
     os.truncate(warm.node_dir / "runs" / warm.latest.name / "work/big", 10)
     assert warm.gpurun("stop", "latest").returncode == 0            # closes the record with the job's own end
     record = warm.record()
@@ -423,10 +423,10 @@ def test_a_killed_agent_costs_nothing(here):
         finally:
             end_agents(folder)
         run.end()
-        assert "connected to local again" in run.err
+        assert "local is back after" in run.err
         assert run.out == (latest / "stdout.log").read_text() == {"push": f"{600 << 20}\n", "setup": "job\n", "run": counted + "end\n", "collect": "end\n"}[name]
         if name == "setup":
-            assert (latest / "setup.log").read_text() == counted + "set\n"
+            assert (latest / "setup-stdout.log").read_text() == counted + "set\n"
         if name == "collect":
             assert (latest / "outputs/big").stat().st_size == 600 << 20
             (latest / "outputs/big").unlink()
@@ -437,7 +437,7 @@ def test_a_stop_waits_for_the_return_of_a_killed_agent(here):
     holder = Running(here, here.job("trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.02; done", name="holder"))
     holder.until("up")
     os.kill(here.agent()["pid"], signal.SIGKILL)
-    holder.until("broke")
+    holder.until("can't be reached")
     assert holder.signal(signal.SIGINT).end() == 130 and "Ctrl-C again leaves" in holder.err and holder.out == "up\nbye\n"
 
 

@@ -135,7 +135,7 @@ def test_a_loss_of_seconds_during_setup_and_run_changes_nothing_but_two_lines(us
     assert in_run.stdout.readline() == b"begun\n"
     used.node_dir("~/two")
     in_setup = here.start(here.job(f"{count.format(0)}; echo 2 > o", name="in-setup", setup="echo begun; sleep 9; echo setup is over", outputs=["o"]))
-    eventually(lambda: any(b"begun" in path.read_bytes() for path in here.runs.glob("in-setup-*/setup.log")), 60)
+    eventually(lambda: any(b"begun" in path.read_bytes() for path in here.runs.glob("in-setup-*/setup-stdout.log")), 60)
     used.set(loss="100%")
     time.sleep(LOSS_S)
     used.set(loss="0")
