@@ -128,7 +128,7 @@ def _run(job: str, cluster: str | None, node: str | None, runs_dir: str | None, 
         from gpurun.orchestrator import Orchestrator
         loaded_all()
         orchestrator = Orchestrator(loaded, found, nodes, LazyLink(found), folder, record, screen, wait=wait, operator=operator_name(),
-                                    **(dict(detach=detach, keep=keep) if detach or keep != KEEP else {}))
+                                    detach=detach, keep=keep)
         result = orchestrator.run()
     except GpurunError as error:
         if as_json:

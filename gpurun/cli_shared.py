@@ -125,7 +125,7 @@ def status_object(folder: Any, record: Any, problem: str) -> dict[str, Any]:
     return {"type": "run", "run_id": record.run_id, "state": record.state, "phase": record.phase, "exit_code": record.exit_code,
             "reason": record.reason, "node": record.node.get("name", ""), "driven": folder.driver() is not None, "times": record.times,
             "seconds": record.seconds, "bytes": record.bytes, "outputs": record.outputs, "missing": record.missing, "folder": folder.path,
-            "node_dir": record.node_dir}
+            "node_dir": record.node_dir, "detached": record.detached, "logs_complete": record.logs_complete, "seen": record.seen}
 
 
 def print_line(text: str) -> None:

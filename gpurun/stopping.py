@@ -12,54 +12,71 @@ import time
 from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
 
-from gpurun import __version__, config, fsm
-from gpurun.config import Cluster
-from gpurun.errors import GpurunError, LinkError, RecordError
+from gpurun import __version__, fsm
+from gpurun.config import Cluster, Job
+from gpurun.errors import EXIT_STOPPED, GpurunError, LinkError, RecordError
 from gpurun.link import Link
-from gpurun.messages import TERMINAL, Busy, Hello, JobExited, NodeFault, Refused, SetupCompleted, StopJob
+from gpurun.messages import FAILED, PENDING, TERMINAL, Busy, Hello, JobExited, NodeFault, Refused, SetupCompleted, StopJob
 from gpurun.provider import Node
 from gpurun.records import Record, RunFolder, utc_now
 from gpurun.screen import Screen
 from gpurun.session import reach
 
-STOP_S = 60.0                 # TERM, the grace period, KILL, and a slow link
+GRACE_S = 10.0
+STOP_S = 50.0                 # TERM, KILL and a slow link, beside the grace period
 CLOSE_S = 15.0                # for the gpurun that drives the run to close its record after that
 
+Way = Callable[[Record], tuple[Cluster, Sequence[Node], Callable[[], Link]]]   # finds the node that a record names, and makes the link to it
 
-def stop_run(folder: RunFolder, nodes_of: Callable[[Record], tuple[Cluster, Sequence[Node], Callable[[], Link]]], screen: Screen,
-             operator: str) -> Record:
-    """The run's record once nothing of it runs any more. Raises GpurunError when the node can't be reached or doesn't do it.
 
-    `nodes_of` finds the node that the record names, and makes the link to it.
-    """
+def stop_run(folder: RunFolder, way: Way, screen: Screen, operator: str, grace_s: float = GRACE_S) -> Record:
+    """The run's record once nothing of it runs any more. Its processes get `grace_s` seconds between TERM and KILL. Raises GpurunError when
+    the node can't be reached or doesn't do it."""
     folder.load()                             # or an error: a folder that isn't a run's is left as it is
     ours = folder.try_lock()
     record = folder.load()                    # after the lock: whoever drove it until now has written its last word
-    if record.state in TERMINAL and not (ours and _unsettled(record)):
+    if record.state in TERMINAL and not (ours and unsettled(record)):
         screen.say(f"{record.run_id} had ended already")
     elif not record.node.get("name"):
         _not_begun(folder, record, ours, screen)
     elif ours:
         from gpurun.orchestrator import Orchestrator
-        cluster, nodes, link = nodes_of(record)
-        job = config.Job(path=folder.path, folder=folder.path, name=record.job.get("name", ""), run=record.job.get("run", ""),
-                         setup=record.job.get("setup", ""), outputs=tuple(record.job.get("outputs", ())))
-        Orchestrator(job, cluster, nodes, link, folder, record, screen, operator=operator).stop()
+        cluster, nodes, link = way(record)
+        Orchestrator(job_on_record(record), cluster, nodes, link, folder, record, screen, operator=operator, whole=False).take_over(
+            stop=True, grace_s=grace_s, echo=False)
     else:
         screen.say(f"telling {record.node['name']} to stop {record.run_id}; the gpurun that drives it collects what there is")
-        _, nodes, link = nodes_of(record)
-        if not _tell(record, nodes[0], link(), screen, operator):
+        _, nodes, link = way(record)
+        if not _tell(record, nodes[0], link(), screen, operator, grace_s):
             _end_driver(folder, screen)
         record = _closed(folder, screen) or record
     return record
 
 
-def _unsettled(record: Record) -> bool:
-    """Declared lost, or its outputs never came: the node may have it still."""
+def unsettled(record: Record) -> bool:
+    """Whether a run was closed without its node's last word: declared lost, or its outputs never came. The node may have it still."""
     try:
         return bool(record.node.get("name")) and fsm.unsettled(fsm.Run(**record.fsm))
     except TypeError:                         # of another version, or closed before it had a lifecycle
         return False
+
+
+def settled(record: Record) -> bool:
+    """Whether the record has the last word: its node has nothing of the run that isn't here."""
+    return record.state in TERMINAL and not unsettled(record)
+
+
+def complete(record: Record) -> bool:
+    """Whether it is settled and its logs are here to their end. A run that its node never had has none."""
+    return settled(record) and (record.logs_complete or not record.node_dir)
+
+
+def job_on_record(record: Record) -> Job:
+    """The job as its run's record has it, without the values of its env: enough to watch it, to stop it and to collect its outputs."""
+    job = record.job
+    path = str(job.get("file", ""))
+    return Job(path=path, folder=os.path.dirname(path), name=job.get("name", ""), run=job.get("run", ""), setup=job.get("setup", ""),
+               workdir=job.get("workdir"), exclude=tuple(job.get("exclude") or ()), outputs=tuple(job.get("outputs") or ()))
 
 
 def _not_begun(folder: RunFolder, record: Record, ours: bool, screen: Screen) -> None:
@@ -67,11 +84,16 @@ def _not_begun(folder: RunFolder, record: Record, ours: bool, screen: Screen) ->
     if not ours:
         _end_driver(folder, screen)
         return
-    record.state, record.reason = "FAILED", fsm.BY_OPERATOR + " before anything was begun"
+    never_given(folder, record, fsm.BY_OPERATOR + " before anything was begun", EXIT_STOPPED, "OperatorStop")
+    screen.say(f"{record.run_id} was never given to a node: nothing of it runs")
+
+
+def never_given(folder: RunFolder, record: Record, reason: str, exit_code: int, event: str = "NodeFault") -> None:
+    """Closes the record of a run that no node has had, and that nobody drives."""
+    record.state, record.reason, record.exit_code = FAILED, reason, exit_code
     record.times["ended"] = utc_now()
     folder.save(record)
-    folder.append_event({"event": "OperatorStop", "from": "PENDING", "from_phase": "", "to": "FAILED", "to_phase": "", "command": []})
-    screen.say(f"{record.run_id} was never given to a node: nothing of it runs")
+    folder.append_event({"event": event, "from": PENDING, "from_phase": "", "to": FAILED, "to_phase": "", "command": []})
 
 
 def _end_driver(folder: RunFolder, screen: Screen) -> None:
@@ -96,12 +118,12 @@ def _closed(folder: RunFolder, screen: Screen) -> Record | None:
     return None                               # it still collects
 
 
-def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str) -> bool:
+def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str, grace_s: float) -> bool:
     """Waits until the node says that nothing of the run is left. False: it doesn't know the run."""
     inbox: "SimpleQueue[Any]" = SimpleQueue()
     session = reach(link, node, inbox, screen.say, lambda name, done, total: None)
-    session.begin(Hello(version=__version__, operator=operator, run_id=record.run_id), StopJob(record.run_id))
-    deadline = time.monotonic() + STOP_S
+    session.begin(Hello(version=__version__, operator=operator, run_id=record.run_id), StopJob(record.run_id, grace_s))
+    deadline = time.monotonic() + grace_s + STOP_S
     screen.phase("stop", record.run_id)
     try:
         while time.monotonic() < deadline:
@@ -114,11 +136,11 @@ def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str)
                 raise LinkError(f"the connection to {node.name} broke before the run had ended ({item}); run gpurun stop again")
             if isinstance(item, Refused) and item.of == "Hello":
                 return False
-            if isinstance(item, (Refused, Busy)):
+            if isinstance(item, Refused) or isinstance(item, Busy) and not item.ahead:   # `ahead`: it waits there, and a stop ends that too
                 raise RecordError(f"{node.name} refused: {getattr(item, 'reason', 'it is busy')}")
             if isinstance(item, (JobExited, NodeFault)) or isinstance(item, SetupCompleted) and (item.code or item.stopped):
                 return True
     finally:
         screen.phase("")
         session.close()
-    raise GpurunError(f"{record.run_id} on {node.name} didn't end within {STOP_S:g} s of the stop; look at its processes there")
+    raise GpurunError(f"{record.run_id} on {node.name} didn't end within {grace_s + STOP_S:g} s of the stop; look at its processes there")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("run", "submit", "plan", "status", "logs", "stop", "doctor")
+COMMANDS = ("run", "submit", "plan", "status", "attach", "wait", "logs", "fetch", "stop", "rm", "doctor")
 
 
 def snapshot(*roots: Path) -> dict[str, tuple]:

@@ -31,7 +31,9 @@ ROWS = (
     "agent bootstrap session",
     "node provider_local provider_ssh contact",
     "orchestrator",
-    "stopping doctor",
+    "stopping doctor asking",
+    "attaching housekeeping",
+    "fetching",
     "cli_shared",
     "cli_runs",
     "cli",
@@ -116,7 +118,7 @@ def test_pure_files_touch_no_clock_chance_disk_process_or_network(name):
 
 def test_a_warm_run_loads_neither_fabric_nor_a_deploy_and_help_loads_nothing():
     """What the orchestrator imports at the top, and what that imports, is what every run loads."""
-    deploy = {"ssh", "bootstrap", "doctor", "stopping"}
+    deploy = {"ssh", "bootstrap", "doctor", "stopping", "asking", "attaching", "fetching", "housekeeping"}
     for start, never in (("orchestrator", deploy), ("cli", set(SOURCES) - {"__init__", "errors", "cli", "cli_runs", "cli_shared"})):
         loaded, todo = set(), [start]
         while todo:
