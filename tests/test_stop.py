@@ -143,7 +143,7 @@ def test_while_waiting_for_a_busy_node(warm):
     run.until("is busy with holder-")
     assert run.signal(signal.SIGINT).end() == 130
     assert warm.record()["reason"] == "stopped by the operator before anything was begun" and run.out == ""
-    assert not (warm.node_dir / "runs" / warm.latest.name).exists()
+    assert json.loads((warm.node_dir / "runs" / warm.latest.name / "state.json").read_text())["over"]
     assert holder.process.poll() is None and holder.signal(signal.SIGINT).end() == 130
     assert warm.gpurun(warm.job("echo free")).stdout == b"free\n"
 
