@@ -26,7 +26,7 @@ from gpurun.store import FULL, RESUME_BYTES
 from gpurun.transfer import BLOCK, MAX_LISTING, Channel, Progress, Pulled, key_of
 
 INCOMING = ".incoming-"         # with the target's name: the folder that a pull receives in
-LOOKED_AT = 500_000             # of what is here already: a listing takes a million, and not to know of the rest only costs time
+LOOKED_AT = 200_000             # of what is here already, at most; not to know of the rest only costs time
 
 
 def pull(stream: Any, run_id: str, declared: Sequence[str], target: str, progress: Progress, live: bool = False) -> Pulled:
@@ -340,24 +340,24 @@ class _Landing:
 def _here(target: str, declared: Sequence[str]) -> Iterator[Entry]:
     """The entries of what is declared. Nothing beside it is read: the target may be a home with a million files."""
     names = {manifest.clean_output(name) for name in declared}
-    seen = set()
+    if "" in names:
+        yield from manifest.walk(target, lenient=True) if os.path.isdir(target) else ()
+        return
+    kinds: dict[str, str] = {}
     for name in sorted(names, key=lambda name: name.split("/")):
         if any(char == "/" and name[:at] in names for at, char in enumerate(name)):
             continue                                            # comes with the folder that it is in
         for path in [name[:at] for at, char in enumerate(name) if char == "/"] + [name]:
-            if path in seen:
-                continue
-            entry = _entry(target, path)
-            if entry is None:
-                break
-            seen.add(path)
-            yield entry
-            if entry.kind != "dir":
+            if path not in kinds:
+                entry = _entry(target, path)
+                kinds[path] = entry.kind if entry is not None else ""
+                if entry is not None:
+                    yield entry
+            if kinds[path] != "dir":                            # a link to a folder is none: what it leads to isn't ours
                 break
         else:
-            if name in seen and entry is not None and entry.kind == "dir":
-                for below in manifest.walk(manifest.local_path(target, name), lenient=True):
-                    yield below._replace(path=f"{name}/{below.path}")
+            for below in manifest.walk(manifest.local_path(target, name), lenient=True):
+                yield below._replace(path=f"{name}/{below.path}")
 
 
 def _entry(target: str, path: str) -> Entry | None:

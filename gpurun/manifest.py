@@ -439,20 +439,23 @@ class Output(NamedTuple):
 
 
 def find_outputs(root: str, declared: Sequence[str]) -> Tuple[List[Output], List[str], List[Tuple[str, str]]]:
-    """(outputs, missing, refused) under the outputs root. What lies outside it after following links is refused, never read."""
+    """(outputs, missing, refused) under the outputs root; "." is all of it. What lies outside it after following links is refused, never
+    read."""
     real_root = os.path.realpath(root)
     outputs: List[Output] = []
     missing: List[str] = []
     refused: List[Tuple[str, str]] = []
     names = {clean_output(name) for name in declared}
-    for name in names:
+    if "" in names:
+        names = {""}
+    for name in names - {""}:
         check_name(name)
     above = set()
     for name in sorted(names, key=lambda name: name.split("/")):
         if any(char == "/" and name[:at] in names for at, char in enumerate(name)):
             continue                                            # comes with the folder that it is in
         source = os.path.realpath(local_path(real_root, name))
-        if not source.startswith(real_root + os.sep):
+        if name and not source.startswith(real_root + os.sep):
             refused.append((name, "leads out of the outputs root"))
             continue
         try:
@@ -464,10 +467,12 @@ def find_outputs(root: str, declared: Sequence[str]) -> Tuple[List[Output], List
                     parent = os.stat(local_path(real_root, folder))
                     outputs.append(Output(Entry(folder, "dir", parent.st_mode & 0o777, parent.st_mtime_ns), ""))
             if os.path.isdir(source):
-                outputs.append(Output(Entry(name, "dir", state.st_mode & 0o777, state.st_mtime_ns), source))
-                skipped = lambda skip, name=name: refused.append((f"{name}/{skip.path}", skip.reason))
+                prefix = f"{name}/" if name else ""
+                if name:                                        # the root itself is no entry
+                    outputs.append(Output(Entry(name, "dir", state.st_mode & 0o777, state.st_mtime_ns), source))
+                skipped = lambda skip, prefix=prefix: refused.append((prefix + skip.path, skip.reason))
                 for entry in walk(source, on_skip=skipped, lenient=True):
-                    path = f"{name}/{entry.path}"
+                    path = prefix + entry.path
                     try:
                         check_name(path)
                         if entry.kind == "link":

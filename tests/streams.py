@@ -138,12 +138,12 @@ def push(store, root, entries=None, encoded=None, progress=quiet, arrived=None, 
     return pushed
 
 
-def pull(work, declared, target, progress=quiet, over=lambda timeout_s: True, **cuts):
+def pull(work, declared, target, progress=quiet, over=lambda timeout_s: True, live=False, **cuts):
     acknowledged = []
     serve = lambda channel, header: acknowledged.append(transfer.serve_pull(channel, header, str(work), over))
     with node(serve, **cuts) as stream:
         try:
-            pulled = landing.pull(stream, "run-1", declared, str(target), progress)
+            pulled = landing.pull(stream, "run-1", declared, str(target), progress, live)
         finally:
             pull.stream = stream
     assert acknowledged == [] or acknowledged[0].files == pulled.files

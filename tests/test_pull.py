@@ -209,6 +209,221 @@ def test_a_full_disk_here_is_named_with_free_and_needed_bytes_and_a_second_pull_
         assert looks(target / "out") == looks(work / "out")
 
 
+# ---- pull: while the run goes on -------------------------------------------------------------------------------------------------
+
+class Growing:
+    """Makes a file grow, or another change, while it is sent: at the first byte that arrives."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __call__(self, done, total, name):
+        if done and self.change is not None:
+            self.change, change = None, self.change
+            change()
+
+
+def test_a_live_pull_does_not_wait_and_brings_a_growing_file_as_it_was_when_it_was_listed(work, target):
+    data = os.urandom(8 << 20)                               # more than is in flight: the rest is read after it grew
+    write_files(work, {"out/log": data, "out/z": b"z"})
+
+    def grow():
+        with open(work / "out" / "log", "ab") as stream:
+            stream.write(b"more")
+
+    def never(timeout_s):
+        raise AssertionError("a live pull waits for nothing")
+
+    pulled = pull(work, ["out", "later"], target, progress=Growing(grow), over=never, live=True)
+    assert pulled == (2, (8 << 20) + 1, ["later"], [])
+    assert (work / "out" / "log").stat().st_size == (8 << 20) + 4 and (target / "out" / "log").read_bytes() == data
+    assert pull(work, ["out"], target, live=True).size_bytes == (8 << 20) + 5
+    assert (target / "out" / "log").read_bytes() == data + b"more"
+
+
+def test_a_file_that_gets_shorter_or_goes_in_a_live_pull_is_named_and_the_rest_comes(work, target):
+    write_files(work, {"out/a": os.urandom(8 << 20), "out/b": b"b", "out/c": b"c"})
+
+    def change():
+        os.truncate(work / "out" / "a", 100)
+
+    pulled = pull(work, ["out"], target, progress=Growing(change), live=True)
+    assert [path for path, why in pulled.refused] == ["out/a"] and "changes while it is sent" in pulled.refused[0][1]
+    assert sorted(os.listdir(target / "out")) == ["b", "c"] and pulled.files == 2
+
+
+def test_a_file_that_grows_in_a_pull_of_the_end_is_still_a_fault(work, target):
+    write_files(work, {"out": os.urandom(8 << 20)})
+    pulled = pull(work, ["out"], target, progress=Growing(lambda: os.truncate(work / "out", 9 << 20)))
+    assert pulled.files == 0 and "changes while it is sent" in dict(pulled.refused)["out"]
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["end", "live"])
+def test_a_pull_that_was_killed_goes_on_in_another_process_with_a_file_that_grew_meanwhile(tmp_path, work, target, live):
+    data = random.Random(3).randbytes(16 << 20)
+    write_files(work, {"large": data})
+    script = f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+import streams as t
+from pathlib import Path
+kill = lambda done, total, name: done < 9 << 20 or os.kill(os.getpid(), signal.SIGKILL)
+t.pull(Path({str(work)!r}), ["large"], Path({str(target)!r}), progress=kill, live={live})
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=100, cwd=ROOT).returncode == -9
+    assert not (target / "large").exists()
+    with open(work / "large", "ab") as stream:
+        stream.write(b"grown")
+    assert pull(work, ["large"], target, live=live).size_bytes == (16 << 20) + 5
+    assert pull.stream.peer.written < 8 << 20 and (target / "large").read_bytes() == data + b"grown"
+    assert os.listdir(target.parent) == ["outputs"]
+
+
+def test_a_part_of_a_file_that_is_another_one_now_is_not_gone_on_from(work, target):
+    write_files(work, {"large": random.Random(2).randbytes(8 << 20)})
+    for size in (8 << 20, 3 << 20):                          # of the same size, and shorter than the part
+        with pytest.raises(LinkError):
+            pull(work, ["large"], target, cut_answers=6 << 20)
+        write_files(work, {"large": random.Random(size).randbytes(size)})
+        pull(work, ["large"], target, live=True)
+        assert (target / "large").read_bytes() == (work / "large").read_bytes() and os.listdir(target.parent) == ["outputs"]
+        write_files(work, {"large": random.Random(size + 1).randbytes(8 << 20)})
+
+
+@pytest.mark.parametrize("begun", [{"KEY": 3}, {"KEY": [3]}, {"KEY": ["3", "0" * 64]}, {"KEY": [3, "no hash"]}, {"KEY": [-1, "0" * 64]}, []])
+def test_parts_that_make_no_sense_are_refused(work, begun):
+    write_files(work, {"large": bytes(8 << 20)})
+    if begun:
+        begun = {transfer.key_of("large"): begun["KEY"]}
+    with node(lambda channel, header: transfer.serve_pull(channel, header, str(work), lambda timeout_s: True)) as stream:
+        channel = transfer.Channel(stream)
+        channel.put({"type": "Pull", "run_id": "run-1", "outputs": ["large"], "begun": begun})
+        channel.send_packed(b"L", [])
+        channel.writer.flush()
+        with pytest.raises(TransferError, match="begun must"):
+            while True:
+                channel.frame()
+
+
+def test_the_whole_workdir_can_be_had(work, target):
+    make_odd_tree(work / "deep")
+    write_files(work, {"a": b"a"})
+    (work / "deep" / "absolute").unlink()
+    pulled = pull(work, ["."], target, live=True)
+    assert pulled.refused == [] and pulled.missing == [] and (target / "a").read_bytes() == b"a"
+    assert {path: look[2] for path, look in looks(target).items()} == {path: look[2] for path, look in looks(work).items()}
+    assert pull(work, [".", "a"], target, live=True).files == pulled.files and pull.stream.peer.written < 20_000
+    (work / "deep" / "closed").chmod(0o755)
+    (target / "deep" / "closed").chmod(0o755)
+
+
+# ---- pull: into a folder of the user's ---------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def mine(tmp_path):
+    """A folder with files of the user's own."""
+    return write_files(tmp_path / "mine", {"notes": b"notes", "out/own": b"own", "out/model": b"of last week", "other/file": b"other"})
+
+
+def test_a_users_folder_keeps_all_that_is_not_an_output_untouched_and_unread(work, mine, monkeypatch):
+    write_files(work, {"out/model": b"model", "out/deep/x": b"x"})
+    before = {path: look for path, look in looks(mine).items() if path not in ("out", "out/model")}
+    read, really = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: read.append(str(path)) or really(path))
+    pull(work, ["out"], mine, live=True)
+    assert {path for path in read if path.startswith(str(mine))} == {str(mine / "out")}        # a million files beside it cost nothing
+    after = looks(mine)
+    assert {path: after[path] for path in before} == before
+    assert set(after) - set(before) == {"out", "out/model", "out/deep", "out/deep/x"}
+    assert (mine / "out" / "model").read_bytes() == b"model" and not list(mine.parent.glob(".incoming*"))
+
+
+def test_an_existing_file_is_replaced_in_one_step(work, mine):
+    write_files(work, {"out/model": b"model"})
+    with open(mine / "out" / "model", "rb") as old:             # whoever reads it goes on reading the old one
+        pull(work, ["out/model"], mine, live=True)
+        assert old.read() == b"of last week" and (mine / "out" / "model").read_bytes() == b"model"
+    (mine / "out" / "model").unlink()
+    (mine / "out" / "model").symlink_to("../notes")
+    pull(work, ["out/model"], mine, live=True)
+    assert (mine / "out" / "model").read_bytes() == b"model" and (mine / "notes").read_bytes() == b"notes"
+
+
+@pytest.mark.parametrize("theirs, ours, named", [
+    ({"out/own": b"x", "out/z": b"z"}, {"out/own/kept": b"kept"}, "out/own"),       # a folder where a file comes
+    ({"out/own/x": b"x", "out/z": b"z"}, {"out/own": b"kept"}, "out/own"),          # a file where a folder comes
+])
+def test_a_name_of_another_kind_in_a_users_folder_is_an_error_that_names_it_and_nothing_is_lost(tmp_path, work, theirs, ours, named):
+    mine = write_files(tmp_path / "mine", ours)
+    write_files(work, theirs)
+    before = looks(mine)
+    with pytest.raises(TransferError, match=f"the output '{named}' is a .*'{mine / named}' is .*still on the node.*gpurun fetch run-1"):
+        pull(work, ["out"], mine, live=True)
+    assert looks(mine) == before and not list(tmp_path.glob(".incoming*"))
+
+
+def test_a_link_of_the_users_is_not_followed_out_of_the_folder(tmp_path, work, mine):
+    write_files(work, {"way/a": b"a", "way/b": b"b"})
+    write_files(tmp_path, {"elsewhere/a": b"mine"})
+    (mine / "way").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TransferError, match="'way' is a folder on the node"):
+        pull(work, ["way/a", "way/b"], mine, live=True)
+    assert os.listdir(tmp_path / "elsewhere") == ["a"] and (tmp_path / "elsewhere" / "a").read_bytes() == b"mine"
+
+
+def test_a_folder_beside_which_nothing_may_be_written_receives_in_itself(tmp_path):
+    """Such as a home, or a disk of its own."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if str(folder).startswith("/tmp/") and folder.stat().st_uid == os.geteuid():
+            folder.chmod(folder.stat().st_mode | 0o055)
+    work = write_files(tmp_path / "work", {"out/a": b"a", "large": os.urandom(8 << 20)})
+    home = tmp_path / "home" / "me"
+    home.mkdir(parents=True)
+    home.chmod(0o777)
+
+    def check():
+        with pytest.raises(LinkError):
+            pull(work, ["out", "large"], home, live=True, cut_answers=6 << 20)
+        assert [name for name in os.listdir(home) if name.startswith(".")] == [".incoming-me"]
+        assert pull(work, ["out", "large"], home, live=True).files == 2
+        assert pull.stream.peer.written < 5 << 20 and sorted(os.listdir(home)) == ["large", "out"]
+
+    as_nobody(check)
+    assert os.listdir(home.parent) == ["me"]
+
+
+def test_a_disk_of_its_own_receives_in_itself(tmp_path, work):
+    write_files(work, {"out/a": b"a"})
+    with tiny_disk(tmp_path / "disk", "2m") as disk:
+        assert pull(work, ["out"], disk, live=True).files == 1
+        assert os.listdir(disk) == ["out"]
+    assert sorted(os.listdir(tmp_path)) == ["disk", "work"]
+
+
+def test_two_pulls_into_one_folder_at_once_do_not_disturb_each_other(work, target):
+    """`gpurun fetch` while another gpurun, which drives the run, waits for its end."""
+    write_files(work, {"out/a": os.urandom(3 << 20), "b": b"b"})
+    inner = []
+
+    def fetch(timeout_s):
+        inner.append(pull(work, ["out"], target, live=True))
+        return True
+
+    assert pull(work, ["out", "b"], target, over=fetch).files == 2 and inner[0].files == 1
+    assert looks(target) == looks(work) and os.listdir(target.parent) == ["outputs"]
+
+
+def test_what_somebody_else_has_put_where_a_pull_receives_is_left_alone(tmp_path, work, target):
+    write_files(work, {"out": b"out"})
+    victim = write_files(tmp_path / "victim", {"x": b"x"})
+    (target.parent / ".incoming-outputs").symlink_to(victim)
+    (target.parent / ".incoming-outputs-2").write_bytes(b"a file")
+    write_files(target.parent, {".incoming-outputs-3/notes": b"mine"})
+    pull(work, ["out"], target)
+    assert (target / "out").read_bytes() == b"out" and os.listdir(victim) == ["x"]
+    assert (target.parent / ".incoming-outputs-3" / "notes").read_bytes() == b"mine"
+
+
 def test_thousands_of_outputs_need_few_open_files_on_either_side(tmp_path):
     script = f"""
 import resource, sys

@@ -367,16 +367,17 @@ class Log:
             with open(self.folder / name, "ab") as stream:
                 stream.write(data)
 
-    def follow(self, offsets=None, **cuts):
+    def follow(self, offsets=None, tail=None, live=True, **cuts):
         self.got = {name: b"" for name in transfer.LOGS}
-        self.pieces = []
+        self.pieces, self.begins = [], {}
 
         def take(name, position, data):
+            assert position == self.begins.setdefault(name, position) + len(self.got[name])
             self.got[name] += data
             self.pieces.append((name, data))
 
         with node(lambda channel, header: transfer.serve_follow(channel, header, str(self.folder), self.over, self.wait), **cuts) as stream:
-            return transfer.follow(stream, "run-1", offsets or {name: 0 for name in transfer.LOGS}, take)
+            return transfer.follow(stream, "run-1", offsets or {name: 0 for name in transfer.LOGS}, take, tail, live)
 
 
 def test_logs_arrive_as_they_grow_each_byte_once_whatever_it_is(tmp_path):
@@ -395,6 +396,81 @@ def test_following_goes_on_at_the_offsets_and_a_log_that_never_appears_is_empty(
     assert log.follow({"run.out": 4, "setup.err": 0}) == {"run.out": 10, "setup.err": 0}
     assert log.got["run.out"] == b"456789"
     assert log.follow({"run.out": 10}) == {"run.out": 10} and log.got["run.out"] == b""
+
+
+@pytest.mark.parametrize("log, lines, begins", [
+    (b"a\nb\nc\n", 2, 2), (b"a\nb\nc", 2, 2), (b"a\nb\nc\n", 3, 0), (b"a\nb\nc\n", 4, 0), (b"a\nb\nc\n", 0, 6), (b"a\nb\nc", 1, 4),
+    (b"", 0, 0), (b"", 5, 0), (b"\n", 1, 0), (b"\n\n", 1, 1), (b"\n\n\nx", 2, 2), (b"x", 1, 0), (b"x", 0, 1), (b"a\r\nb\r\n", 1, 3),
+    (b"x" * 700_000 + b"\ny\n", 1, 700_001), (b"x" * 700_000 + b"\n" + b"y" * 700_000, 1, 700_001), (b"x\n" * 500_000, 400_000, 200_000),
+    (b"x" * (transfer.TAIL_BLOCK - 1) + b"\n", 1, 0), (b"a\n" + b"x" * (transfer.TAIL_BLOCK - 1) + b"\n", 1, 2),
+    (b"a\n" + b"x" * transfer.TAIL_BLOCK, 1, 2), (b"a\n" + b"x" * (transfer.TAIL_BLOCK - 2) + b"\n", 2, 0),
+], ids=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else str(value))
+def test_a_tail_begins_at_the_last_lines(tmp_path, log, lines, begins):
+    (tmp_path / "run.out").write_bytes(log)
+    one = Log(tmp_path)
+    assert one.follow({"run.out": 0}, tail=lines) == {"run.out": len(log)}
+    assert one.got["run.out"] == log[begins:] and one.begins.get("run.out", len(log)) == begins
+
+
+def test_a_tail_goes_on_with_what_grows_and_has_all_of_a_log_that_began_later(tmp_path):
+    (tmp_path / "run.out").write_bytes(b"1\n2\n3\n")
+    log = Log(tmp_path, [("run.out", b"4\n"), ("run.err", b"e1\ne2\ne3\n")])
+    log.follow({"run.out": 2, "run.err": 0}, tail=1)
+    assert log.got["run.out"] == b"3\n4\n" and log.begins["run.out"] == 4 and log.got["run.err"] == b"e1\ne2\ne3\n"
+
+
+def test_the_tail_of_a_log_of_2_gb_is_there_at_once(tmp_path):
+    with open(tmp_path / "run.out", "wb") as stream:
+        stream.truncate(2 << 30)
+        stream.seek(0, 2)
+        stream.write(b"\nlast\n")
+    began = time.monotonic()
+    log = Log(tmp_path)
+    log.follow({"run.out": 0}, tail=1)
+    assert log.got["run.out"] == b"last\n" and time.monotonic() - began < 0.5
+
+
+def test_the_tail_of_64_mb_without_a_line_feed_is_all_of_it(tmp_path):
+    with open(tmp_path / "run.out", "wb") as stream:
+        stream.truncate(64 << 20)
+    with open(tmp_path / "run.out", "rb") as stream:
+        assert transfer.tail_start(stream.fileno(), 64 << 20, 3) == 0
+    log = Log(tmp_path)
+    assert log.follow({"run.out": 0}, tail=0) == {"run.out": 64 << 20} and log.got["run.out"] == b""
+
+
+def test_a_follow_that_is_not_live_ends_where_the_logs_end_now(tmp_path):
+    (tmp_path / "run.out").write_bytes(b"0123456789" * 100_000)
+    grows = Log(tmp_path, [("run.out", b"never asked for")])
+    assert grows.follow({"run.out": 4, "run.err": 0}, live=False) == {"run.out": 1_000_000, "run.err": 0}
+    assert grows.got["run.out"] == (b"0123456789" * 100_000)[4:] and grows.steps
+    assert grows.follow(tail=2, live=False)["run.out"] == 1_000_000 and len(grows.got["run.out"]) == 1_000_000
+    assert grows.follow({"run.out": 2_000_000}, live=False) == {"run.out": 2_000_000}      # nothing is there
+
+
+def test_a_silent_log_costs_almost_nothing(tmp_path):
+    """It is looked at five times a second, for hours: what counts is what a round costs, the waiting itself apart."""
+    (tmp_path / "run.out").write_bytes(b"x")
+    clocks, pauses = [], []
+
+    def wait(pause):
+        clocks.append(time.thread_time())
+        pauses.append(pause)
+
+    serve = lambda channel, header: transfer.serve_follow(channel, header, str(tmp_path), lambda: len(pauses) > 2000, wait)
+    with node(serve) as stream:
+        transfer.follow(stream, "run-1", {name: 0 for name in transfer.LOGS}, lambda name, position, data: None)
+    assert pauses[0] < 0.05 and pauses[-1] == 0.2                      # a pause grows, and never so long that a line comes late
+    assert (clocks[-1] - clocks[0]) / sum(pauses) < 0.001
+
+
+@pytest.mark.parametrize("header", [{"tail": -1}, {"tail": "5"}, {"tail": True}, {"tail": 1.5}])
+def test_a_tail_that_makes_no_sense_is_refused(tmp_path, header):
+    with node(lambda channel, header: transfer.serve_follow(channel, header, str(tmp_path), lambda: True, lambda pause: None)) as stream:
+        channel = transfer.Channel(stream)
+        channel.say(type="Follow", run_id="run-1", offsets={"run.out": 0}, **header)
+        with pytest.raises(TransferError, match="tail must be a number"):
+            channel.frame()
 
 
 def test_a_follow_cut_anywhere_goes_on_without_losing_or_doubling_a_byte(tmp_path):
@@ -419,7 +495,8 @@ def test_offsets_that_make_no_sense_are_refused(tmp_path, offsets):
             channel.frame()
 
 
-@pytest.mark.parametrize("frames", [[(b"5", b"x")], [(b"Z", b"[]")], [(b"Z", b'{"run.out":"many"}')], [(b"Z", b"{}")]])
+@pytest.mark.parametrize("frames", [[(b"5", b"x")], [(b"1", b"x")], [(b"Z", b"[]")], [(b"Z", b'{"run.out":"many"}')], [(b"Z", b"{}")],
+                                    [(b"3", b"x"), (b"Z", b'{"run.out":2}')]])
 def test_a_node_that_sends_nonsense_for_a_log_is_an_error(frames):
     def lies(channel, header):
         for kind, payload in frames:
