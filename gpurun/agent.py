@@ -249,6 +249,8 @@ class Agent:
 
     def claim(self, hello: Hello, peer_id: str) -> Tuple[Optional[NodeRun], Optional[Busy]]:
         """The run, new or known, and the Busy to answer when it isn't its turn; no run where the node is another one's and this one won't wait."""
+        if not RUN_ID(hello.run_id):
+            raise WireError("run_id must be letters, digits, '.', '_' and '-'")
         with self._lock:
             run = self._known(hello, peer_id)
             if run is None:
@@ -270,8 +272,6 @@ class Agent:
         return run
 
     def _create(self, hello: Hello, peer_id: str) -> NodeRun:
-        if not RUN_ID(hello.run_id):
-            raise WireError("run_id must be letters, digits, '.', '_' and '-'")
         if len(self._queue) >= MAX_WAITING:
             raise GpurunError(f"{len(self._queue)} runs wait for this node already; try again when some of them have ended")
         place = 1 + max((run.place for run in self._runs.values()), default=0)
