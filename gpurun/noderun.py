@@ -26,7 +26,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
 from gpurun import manifest, messages, supervise, wire
 from gpurun.errors import GpurunError, TransferError, WireError
-from gpurun.files import append_line, atomic_write, exact_bytes, free_bytes, make_private_dir, read_json
+from gpurun.files import TEMP_PREFIX, append_line, atomic_write, exact_bytes, free_bytes, make_private_dir, read_json
 from gpurun.messages import CollectOutputs, Detach, JobExited, MaterializeWorkspace, NodeFault, OutputsCollected, RunJob, RunSetup
 from gpurun.messages import SetupCompleted, StopJob, WorkspaceMaterialized
 from gpurun.store import Store
@@ -158,6 +158,7 @@ class NodeRun:
         for phase, kind in (("setup", RunSetup), ("run", RunJob)):
             if plan[phase] is not None and not plan[phase]["env"]:   # the values of an env were in the earlier agent's memory, and only there
                 run._commands[phase] = kind(run.run_id, plan[phase]["command"], {})
+        run._sweep()
         return run
 
     def _read_events(self) -> None:
@@ -455,11 +456,21 @@ class NodeRun:
             self._state["supervised"] = None
             self._commands = {}                # with them go the values of the job's env
             self._began_phase()
-            self._save()
+            if self._save():
+                self._sweep()
             self.changed.notify_all()
         self._tell()
         self._ended(self)
         self.settled.set()
+
+    def _sweep(self) -> None:
+        """Removes what a kill left half-written. The mark that a phase was begun goes only once nothing will be begun any more."""
+        try:
+            for name in os.listdir(self.folder):
+                if name.startswith(TEMP_PREFIX) or self.over and name.endswith(".exit.next"):
+                    os.unlink(os.path.join(self.folder, name))
+        except OSError:                        # the folder was deleted, or isn't ours to write in: it is no worse than before
+            pass
 
     def _began_phase(self) -> None:
         self._state["since"] = time.monotonic()
