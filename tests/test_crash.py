@@ -1,0 +1,192 @@
+"""kill -9 at every point of a run's life, of every process that has a part in it, and a reboot of the node: the next command ends with the truth.
+
+Each cell of the matrix brings a real run to a point, kills, and asks for the exit code, every byte of the logs once, the outputs whole, the
+record, no process left and no half-written file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+from conftest import Here, eventually
+
+from gpurun import supervise
+from gpurun.files import TEMP_PREFIX
+
+CODE = 7
+BIG = 150 << 20               # takes long enough to be killed in the middle of it, here
+LINES = "".join(f"{number}\n" for number in range(200))
+COUNT = "for i in $(seq 0 99); do echo $i; echo $i >&2; done"
+MORE = "for i in $(seq 100 199); do echo $i; echo $i >&2; done"
+
+
+class Cell:
+    """One run, brought to a point."""
+
+    def __init__(self, here: Here, point: str) -> None:
+        self.here, self.point = here, point
+        self.go = here.folder / "go"
+        self.go.unlink(missing_ok=True)
+        self.holder: Any = None
+        if point == "queue":
+            self.holder = here.start(here.job(self.until_go("echo up"), name="holder"))
+            eventually(lambda: self.holder.stdout.readline() == b"up\n")
+        folder = here.work / "crash"
+        waits = {"setup": [point == "setup", False], "run": [False, point == "run"]}.get(point, [False, False])
+        setup = self.until_go("echo set") if waits[0] else "echo set"
+        middle = self.until_go(":") if waits[1] else ":"
+        job = here.job(f"{COUNT}; echo half > o; cat big > copy; {middle}; {MORE}; echo whole > o; echo ran >> ran; exit {CODE}", name="crash",
+                       folder=folder, setup=f"{setup}; echo up >> set-up", workspace={"workdir": ".", "exclude": ["/go"]},
+                       outputs=["o", "ran", "set-up", "copy"])
+        with open(folder / "big", "wb") as stream:
+            stream.truncate(BIG if point in ("push", "collect") else 1000)
+            stream.seek(0)
+            stream.write(os.urandom(1 << 20) if point == "push" else b"x")     # or the node would have it from an earlier cell
+        self.process = here.start(job, *(["--wait"] if self.holder else []), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.run = eventually(lambda: next(iter(here.runs.glob("crash-*")), None))
+        self.run_id = self.run.name
+        self.there = here.node_dir / "runs" / self.run_id
+        eventually(self.reached, 30)
+
+    def until_go(self, text: str) -> str:
+        return f"{text}; while [ ! -e '{self.go}' ]; do sleep 0.02; done"
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.run / "run.json").read_text())
+
+    def state(self) -> dict[str, Any]:
+        return json.loads((self.there / "state.json").read_text())
+
+    def reached(self) -> bool:
+        try:
+            phase = self.record()["phase"]
+            return {"push": lambda: phase == "workspace" and any((self.here.node_dir / "cache").rglob("*")),
+                    "queue": lambda: self.there.exists() and (self.there / "state.json").exists(),
+                    "setup": lambda: (self.there / "setup.out").read_bytes() == b"set\n",
+                    "run": lambda: phase == "run" and (self.there / "run.err").read_text().endswith("\n99\n"),
+                    "collect": lambda: phase == "collect"}[self.point]()
+        except FileNotFoundError:
+            return False
+
+    # ---- what is killed ------------------------------------------------------------------------------------------------------
+
+    def kill_orchestrator(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def kill_agent(self) -> None:
+        kill(self.here.agent()["pid"])
+
+    def kill_supervisor(self) -> None:
+        supervised = self.state()["supervised"]
+        if supervised:
+            kill(supervised["pid"])
+
+    def kill_both(self) -> None:
+        self.kill_orchestrator()
+        self.kill_agent()
+
+    def kill_all(self) -> None:
+        self.kill_orchestrator()
+        self.kill_agent()
+        self.kill_supervisor()
+
+    def kill_agent_and_supervisor(self) -> None:
+        self.kill_agent()
+        self.kill_supervisor()
+
+    def reboot(self) -> None:
+        """Of the node: nothing of it lives, its disk is as it is, and its kernel has another boot id."""
+        self.kill_all()
+        for pid in supervise.of_run(self.run_id) | (supervise.of_run(self.holder_id) if self.holder else set()):
+            kill(pid)
+        state = self.state()
+        if state["supervised"]:
+            state["supervised"]["boot"] = "11111111-2222-3333-4444-555555555555"
+            (self.there / "state.json").write_text(json.dumps(state))
+
+    @property
+    def holder_id(self) -> str:
+        return next(self.here.runs.glob("holder-*")).name
+
+    # ---- what is asked for -----------------------------------------------------------------------------------------------------
+
+    def end(self, goes_on: bool) -> int:
+        """Lets a job that lives go on, and the next command pick the run up if gpurun is gone; the exit code."""
+        if goes_on:
+            self.go.touch()
+        if self.process.poll() is None:
+            return self.process.wait(60)
+        return self.here.gpurun("attach", self.run_id, timeout=60).returncode
+
+    def check(self, code: int, reason: str, lines: str, outputs: dict[str, str]) -> None:
+        assert self.end(code == CODE) == code
+        record = self.record()
+        assert (record["state"], record["exit_code"]) == ("FAILED", code) and reason in record["reason"], record["reason"]
+        assert record["logs_complete"]
+        for name in ("stdout.log", "stderr.log"):
+            path = self.run / name
+            assert (path.read_text() if path.exists() else "") == lines
+        assert (self.run / "setup-stdout.log").read_text() == "set\n"
+        assert record["outputs"] == sorted(outputs, key=["o", "ran", "set-up", "copy"].index)
+        for name, content in outputs.items():
+            if name == "copy":
+                assert (self.run / "outputs/copy").read_bytes() == (self.here.work / "crash/big").read_bytes()
+            else:
+                assert (self.run / "outputs" / name).read_text() == content
+        eventually(lambda: not supervise.of_run(self.run_id))
+        eventually(lambda: self.state()["over"])
+        self.go.touch()
+        assert not [path for where in (self.run, self.there) for path in where.rglob("*")
+                    if path.name.startswith((TEMP_PREFIX, ".incoming-")) or path.name.endswith(".next")]
+        assert self.here.gpurun("attach", self.run_id).returncode == code      # and it stays that way
+        assert self.here.gpurun(self.here.job("echo free", name="free")).stdout == b"free\n"   # the node is the next one's
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+WHOLE = {"o": "whole\n", "ran": "ran\n", "set-up": "up\n", "copy": ""}
+AS_IF_NOTHING = (CODE, f"exited {CODE}", LINES, WHOLE)
+IN_THE_SETUP = (125, "{} how the setup ended isn't known", "", {})
+IN_THE_RUN = (125, "how the run ended isn't known", "".join(f"{number}\n" for number in range(100)), {"o": "half\n", "set-up": "up\n", "copy": ""})
+POINTS = ("queue", "push", "setup", "run", "collect")
+KILLS: dict[str, Callable[[Cell], None]] = {
+    "orchestrator": Cell.kill_orchestrator, "agent": Cell.kill_agent, "supervisor": Cell.kill_supervisor, "both ends": Cell.kill_both,
+    "agent and supervisor": Cell.kill_agent_and_supervisor, "all three": Cell.kill_all, "reboot": Cell.reboot}
+
+
+@pytest.mark.parametrize("what", KILLS)
+@pytest.mark.parametrize("point", POINTS)
+def test_what_is_killed_and_when_changes_nothing_that_can_be_known(here, point, what):
+    cell = Cell(here, point)
+    try:
+        KILLS[what](cell)
+        if point not in ("setup", "run") or what in ("orchestrator", "agent", "both ends"):
+            cell.check(*AS_IF_NOTHING)
+        elif what == "reboot":
+            phase = {"setup": "setup", "run": "job"}[point]
+            lines, outputs = ("", {}) if point == "setup" else IN_THE_RUN[2:]
+            cell.check(125, f"the node restarted while the {phase} ran: no exit status", lines, outputs)
+        else:
+            code, _, lines, outputs = IN_THE_SETUP if point == "setup" else IN_THE_RUN
+            cell.check(code, "no exit record", lines, outputs)
+    finally:
+        cell.go.touch()
+        for process in (cell.process, cell.holder):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+        for run in (here.node_dir / "runs").glob("*"):
+            for pid in supervise.of_run(run.name):
+                kill(pid)
