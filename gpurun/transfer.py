@@ -31,10 +31,12 @@ Pull, node to operator: the outputs of a run, once none of its processes is left
 Follow, node to operator: the logs of a run as they grow.
     > J {"type":"Follow","run_id":"…","offsets":{"setup.out":0,"setup.err":0,"run.out":0,"run.err":0}}
       `"tail":20`: from the last 20 lines of each of these logs on, whatever their offsets are (0: from the present ends on).
-      `"live":false`: only up to the present ends
+      `"live":false`: only up to the present ends. `"keeps":true`: the operator keeps what comes, and will say whether it could
     < with `tail` only: J {"offsets":{"run.out":812,…}}: where each begins
     < frames 1, 2, 3, 4: bytes of setup.out, setup.err, run.out, run.err from the offset on
     < Z with {"setup.out":10,…}: the final sizes (with `"live":false` those at the beginning); all of it has been sent
+    > with `keeps` only: J {"kept":true}                  all is on the operator's disk
+    < with `keeps` only: Z                                and the node knows it
 """
 
 from __future__ import annotations
@@ -471,9 +473,9 @@ def key_of(path: str) -> str:
 
 # ---- follow ------------------------------------------------------------------------------------------------------------------
 
-def serve_follow(channel: Channel, header: Dict[str, Any], folder: str, over: Callable[[], bool], wait: Callable[[float], None]) -> None:
+def serve_follow(channel: Channel, header: Dict[str, Any], folder: str, over: Callable[[], bool], wait: Callable[[float], None]) -> bool:
     """Node: sends the logs as they grow. `over()`: nothing will be written any more; `wait(s)` returns early when that changes.
-    With `"live": false` in the header neither is asked."""
+    With `"live": false` in the header neither is asked. Returns whether the operator said that all of it is on its disk."""
     offsets = header.get("offsets")
     if not isinstance(offsets, dict) or not set(offsets) <= set(LOGS):
         raise WireError("offsets must name the logs")
@@ -494,7 +496,12 @@ def serve_follow(channel: Channel, header: Dict[str, Any], folder: str, over: Ca
         files.close()
     channel.writer.frame(b"Z", json.dumps(at).encode("ascii"))
     channel.writer.flush()
+    kept = header.get("keeps") is True and channel.answer().get("kept") is True
+    if header.get("keeps") is True:
+        channel.writer.frame(b"Z")
+        channel.writer.flush()
     channel.finish()
+    return kept
 
 
 def _send_live(channel: Channel, files: "_LogFiles", at: Dict[str, int], over: Callable[[], bool], wait: Callable[[float], None]) -> None:
@@ -578,9 +585,11 @@ def tail_start(fd: int, size: int, lines: int) -> int:
 
 
 def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[str, int, bytes], None], tail: Optional[int] = None,
-           live: bool = True) -> Dict[str, int]:
+           live: bool = True, kept: Optional[Callable[[Dict[str, int]], bool]] = None) -> Dict[str, int]:
     """Operator: `take(log, position, bytes)` for every piece from `offsets` on, until the node says that nothing more comes; the final
-    sizes. With `tail` each log named in `offsets` begins at its last `tail` lines instead; without `live` it ends at its present end."""
+    sizes. With `tail` each log named in `offsets` begins at its last `tail` lines instead, and a first `take` without bytes tells where
+    that is; without `live` it ends at its present end. `kept(sizes)` says whether all of it is on this disk; the node knows the answer
+    when this returns. It costs a round trip, and is for a run whose logs the node would keep else."""
     channel = Channel(stream)
     try:
         request: Dict[str, Any] = {"type": "Follow", "run_id": run_id, "offsets": offsets}
@@ -588,6 +597,8 @@ def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[st
             request["tail"] = tail
         if not live:
             request["live"] = False
+        if kept is not None:
+            request["keeps"] = True
         channel.say(**request)
         begins = offsets if tail is None else channel.answer().get("offsets")
         if not isinstance(begins, dict):
@@ -602,6 +613,10 @@ def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[st
                 sizes = decode_object(payload)
                 if any(_count(sizes, name) != at[name] for name in at):
                     raise WireError("the final sizes of the logs aren't what was sent of them")
+                if kept is not None:
+                    channel.say(kept=kept(at))
+                    if channel.frame()[0] != b"Z":
+                        raise WireError("more of the logs than their final sizes")
                 channel.finish()
                 return at
             name = _LOG_OF.get(kind, "")

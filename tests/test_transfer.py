@@ -419,6 +419,38 @@ def test_a_tail_goes_on_with_what_grows_and_has_all_of_a_log_that_began_later(tm
     assert log.got["run.out"] == b"3\n4\n" and log.begins["run.out"] == 4 and log.got["run.err"] == b"e1\ne2\ne3\n"
 
 
+def test_a_tail_tells_at_once_where_each_log_begins(tmp_path):
+    """Else a connection that breaks before a silent log's first byte would bring the whole of it the next time."""
+    (tmp_path / "run.out").write_bytes(b"1\n2\n3\n")
+    log = Log(tmp_path, [("run.err", b"e")])
+    log.follow({"run.out": 0, "run.err": 0}, tail=0)
+    assert log.pieces == [("run.out", b""), ("run.err", b""), ("run.err", b"e")] and log.begins == {"run.out": 6, "run.err": 0}
+
+
+@pytest.mark.parametrize("answer", [True, False, None])
+def test_the_node_knows_whether_the_logs_are_kept_when_the_operator_goes_on(tmp_path, answer):
+    (tmp_path / "run.out").write_bytes(b"0123456789")
+    said, asked = [], []
+    serve = lambda channel, header: said.append(transfer.serve_follow(channel, header, str(tmp_path), lambda: True, lambda pause: None))
+    with node(serve) as stream:
+        kept = None if answer is None else lambda sizes: asked.append(sizes) or answer
+        transfer.follow(stream, "run-1", {"run.out": 4}, lambda name, position, data: None, kept=kept)
+    assert said == [answer is True] and asked == ([] if answer is None else [{"run.out": 10}])
+
+
+def test_an_operator_that_goes_before_it_says_so_keeps_nothing(tmp_path):
+    (tmp_path / "run.out").write_bytes(b"0123456789")
+    said = []
+    serve = lambda channel, header: said.append(transfer.serve_follow(channel, header, str(tmp_path), lambda: True, lambda pause: None))
+    with node(serve) as stream:
+        channel = transfer.Channel(stream)
+        channel.say(type="Follow", run_id="run-1", offsets={"run.out": 0}, keeps=True)
+        while channel.frame()[0] != b"Z":
+            pass
+        channel.leave()
+    assert said == []
+
+
 def test_the_tail_of_a_log_of_2_gb_is_there_at_once(tmp_path):
     with open(tmp_path / "run.out", "wb") as stream:
         stream.truncate(2 << 30)
