@@ -106,7 +106,6 @@ class RunFolder:
         self.record, self.events, self.lock = (os.path.join(self.path, name) for name in ("run.json", "events.jsonl", "lock"))
         self.logs = {name: os.path.join(self.path, file) for name, file in LOG_FILES.items()}   # by the node's names
         self.stdout, self.stderr = self.logs["run.out"], self.logs["run.err"]
-        self.setup = self.logs["setup.out"]
         self.outputs = os.path.join(self.path, "outputs")
         self._events_fd = self._lock_fd = -1
 

@@ -194,6 +194,7 @@ def test_a_full_disk_here_is_named_with_free_and_needed_bytes_and_a_second_pull_
         with pytest.raises(TransferError) as caught:
             pull(work, ["out"], target)
         assert str(target) in str(caught.value) and "8,388,608 bytes" in str(caught.value) and "still on the node" in str(caught.value)
+        assert "`gpurun fetch run-1` brings them" in str(caught.value)
         really, lie = landing.free_bytes, [1 << 30]
         monkeypatch.setattr(landing, "free_bytes", lambda path: lie.pop() if lie else really(path))     # another takes the room meanwhile
         with pytest.raises(TransferError) as caught:
