@@ -10,6 +10,8 @@ output, warnings and errors. `json`: stdout carries one object a line instead, e
     {"type": "stdout", "text": "…"}       also "stderr" and "setup"; "data_base64" in place of "text" where a chunk isn't UTF-8
     {"type": "result", …}                 always the last one
 
+A question (`ask`) takes the live line's place until a key answers it; the job's output waits so long with whoever brings it.
+
 The chunks of one type, put together in order (`text` as UTF-8), are that log exactly. A reader that goes away (`| head -1`), a
 descriptor that isn't open or a terminal that hung up ends the writing there, not the run. Any thread may call any method.
 """
@@ -28,10 +30,14 @@ import threading
 import time
 import unicodedata
 from collections import deque
-from typing import Any, Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping
 
 from gpurun.errors import EXIT_STOPPED
 from gpurun.files import human_bytes
+
+if TYPE_CHECKING:
+    from gpurun.question import Question
 
 REDRAW_S = 0.1          # the live line moves at most this often
 PLAIN_S = 10.0          # a plain log gets a progress line at most this often: CI keeps every line for ever
@@ -39,6 +45,7 @@ JSON_S = 1.0            # the same for progress objects
 PIPE_HOLD_S = 0.3       # what reads our stdout may write to this terminal too, unseen by us: stay away from its lines
 RATE_WINDOW_S = 5.0     # the rate shown is that of the last seconds, so that a stall shows and a resumed pull isn't flattered
 NOTABLE_S = 1.0         # a phase that moved nothing and was shorter than this leaves no line behind
+HELD_S = 0.05           # the job's output looks so often whether a question still stands: a signal handler may end it, which rules out locks
 ERASE = b"\r\x1b[K"
 
 
@@ -162,6 +169,8 @@ class Screen:
         self._encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         self._drawn = self._mid_line = self._dimmed = False
         self._last_draw = self._last_note = self._hold_until = float("-inf")
+        self._question: Question | None = None
+        self._prompt = ""
         self._rest: dict[str, bytes] = {}      # json: the first bytes of a character whose others are still to come
         self._phase, self._detail, self._began = "", "", clock()
         self._forget_progress()
@@ -228,7 +237,8 @@ class Screen:
                 self._lock.release()
 
     def close(self) -> None:
-        """Leave the terminal as a program should: no live line, no colour, the cursor at the start of a line."""
+        """Leave the terminal as a program should: no question, no live line, no colour, the cursor at the start of a line."""
+        self.stop_asking()
         with self._lock:
             self._flush_rest()
             self._phase = ""
@@ -284,6 +294,61 @@ class Screen:
                 self._flush_rest()
                 self._object("result", **{key: value for key, value in result.items() if key != "type"})
 
+    # ---- questions -----------------------------------------------------------------------------------------------------------
+
+    def ask(self, question: str, keys: Mapping[str, str], answered: Callable[[str], None]) -> bool:
+        """Shows the question, and below it the keys (lower case) with what they mean, and returns. `answered` is called once, in
+        another thread: with the key, or with "" when nobody can answer any more (the terminal hung up, Ctrl-D, the background). Not
+        after `stop_asking`, and a new question takes the place of one that stands. False: nobody can be asked, nothing was shown."""
+        if self.mode != "terminal" or self._err in self._gone:
+            return False
+        try:
+            from gpurun.question import Question
+        except ImportError:                   # a system without such terminals
+            return False
+        self.stop_asking()
+        asked = Question.put(keys, self._err)
+        if asked is None:
+            return False
+        self._prompt = "   ".join(f"[{key}] {meaning}" for key, meaning in keys.items())
+        self._question = asked
+        threading.Thread(target=self._await_key, args=(asked, question, answered), name="ask", daemon=True).start()
+        return True
+
+    def stop_asking(self) -> None:
+        """Takes a question back: the terminal as it was, the job's output goes on. Call it before os._exit. Any thread may, and a signal
+        handler: it never waits for a terminal that takes nothing."""
+        asked, self._question = self._question, None
+        if asked is not None and asked.end() and self._lock.acquire(timeout=HELD_S):
+            try:
+                writable = select.poll()
+                writable.register(self._err, select.POLLOUT)
+                if writable.poll(0):
+                    self._put(self._err, self._lead())
+            finally:
+                self._lock.release()
+
+    def _await_key(self, asked: "Question", question: str, answered: Callable[[str], None]) -> None:
+        def show(text: str = "") -> None:
+            with self._lock:
+                if self._question is asked:
+                    if text:
+                        self._talk(printable(text, keep="\n\t"))
+                    self._draw(force=not self._drawn)
+
+        def hide() -> None:
+            with self._lock:
+                self._put(self._err, self._lead())
+
+        show(question)
+        key = asked.wait(again=lambda: show(question), away=hide, back=show)
+        if key is not None:
+            with self._lock:
+                if self._question is asked:
+                    self._put(self._err, self._lead())
+                    self._question = None
+            answered(key)
+
     # ---- what the job writes -------------------------------------------------------------------------------------------------
 
     def job_stdout(self, data: bytes) -> None:
@@ -295,10 +360,10 @@ class Screen:
             self._pass_on(self._out, data)
         else:
             if self._piped and self.mode == "terminal":
-                with self._lock:
+                with self._unasked(self._lock):
                     self._put(self._err, self._lead())
                     self._hold_until = self._clock() + PIPE_HOLD_S
-            with self._out_lock:
+            with self._unasked(self._out_lock):
                 self._put(self._out, data)
 
     def job_stderr(self, data: bytes) -> None:
@@ -314,10 +379,21 @@ class Screen:
         elif data and self.mode != "quiet":
             self._pass_on(self._err, data, dim=True)
 
+    @contextmanager
+    def _unasked(self, lock: Any) -> Iterator[None]:
+        """The lock, at a moment when no question stands."""
+        while True:
+            while self._question is not None:
+                time.sleep(HELD_S)
+            with lock:
+                if self._question is None:
+                    yield
+                    return
+
     # ---- inside; the lock is held from here on -------------------------------------------------------------------------------
 
     def _pass_on(self, fd: int, data: bytes, dim: bool = False) -> None:
-        with self._lock:
+        with self._unasked(self._lock):
             lead = self._lead(keep_dim=dim)
             if dim and self._colour and not self._dimmed:
                 lead += b"\x1b[2m"
@@ -354,9 +430,13 @@ class Screen:
         return lead
 
     def _draw(self, force: bool = False) -> None:
-        now = self._clock()
-        if (self.mode != "terminal" or not self._phase or self._mid_line or now < self._hold_until
-                or not force and now - self._last_draw < REDRAW_S):
+        now, asking = self._clock(), self._question is not None
+        if self.mode != "terminal" or self._mid_line:
+            return
+        if asking:                            # the text stands still, so it is drawn once
+            if self._drawn and not force:
+                return
+        elif not self._phase or now < self._hold_until or not force and now - self._last_draw < REDRAW_S:
             return
         try:
             width = os.get_terminal_size(self._err).columns or 80
@@ -364,7 +444,8 @@ class Screen:
             width = 80
         self._last_draw = now
         # No colour in the live line: it would end one that the job's own lines are in the middle of.
-        self._put(self._err, b"\r" + self._live_text(now, width - 1).encode(self._encoding, "backslashreplace") + b"\x1b[K")
+        text = shorten(self._prompt, width - 1) if asking else self._live_text(now, width - 1)
+        self._put(self._err, b"\r" + text.encode(self._encoding, "backslashreplace") + b"\x1b[K")
         self._drawn = True
 
     def _live_text(self, now: float, width: int) -> str:

@@ -24,7 +24,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 # A file imports only from the rows above its own.
 ROWS = (
     "__init__ errors messages",
-    "files fsm membership wire manifest config",
+    "files fsm membership wire manifest config question",
     "paths link supervise known_hosts store screen records workspace",
     "agentfile ssh transfer",
     "provider noderun landing logs",

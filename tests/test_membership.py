@@ -161,6 +161,16 @@ def test_a_silent_session_is_given_up_after_fifteen_seconds_and_once():
     assert 15 <= second <= 15.2
 
 
+def test_a_new_session_has_its_whole_time_to_say_something():
+    watch = Watch()
+    watch.tick(250)
+    watch.tell(Connected(250.1))
+    watch.tick(14)
+    assert watch.member.session and watch.member.state == SUSPECT
+    watch.tick(1)
+    assert not watch.member.session
+
+
 def test_all_ways_silent_is_lost_after_the_time_given_and_the_reason_names_the_last_try():
     watch = Watch()
     watch.tick(20)
