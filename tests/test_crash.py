@@ -20,7 +20,7 @@ from gpurun import supervise
 from gpurun.files import TEMP_PREFIX
 
 CODE = 7
-BIG = 150 << 20               # takes long enough to be killed in the middle of it, here
+BIG = 100 << 20               # takes long enough to be killed in the middle of it, here
 LINES = "".join(f"{number}\n" for number in range(200))
 COUNT = "for i in $(seq 0 99); do echo $i; echo $i >&2; done"
 MORE = "for i in $(seq 100 199); do echo $i; echo $i >&2; done"
@@ -143,8 +143,8 @@ class Cell:
         eventually(lambda: not supervise.of_run(self.run_id))
         eventually(lambda: self.state()["over"])
         self.go.touch()
-        assert not [path for where in (self.run, self.there) for path in where.rglob("*")
-                    if path.name.startswith((TEMP_PREFIX, ".incoming-")) or path.name.endswith(".next")]
+        eventually(lambda: not [path for where in (self.run, self.there) for path in where.rglob("*")
+                                if path.name.startswith((TEMP_PREFIX, ".incoming-")) or path.name.endswith(".next")])
         assert self.here.gpurun("attach", self.run_id).returncode == code      # and it stays that way
         assert self.here.gpurun(self.here.job("echo free", name="free")).stdout == b"free\n"   # the node is the next one's
 
