@@ -347,8 +347,8 @@ class NodeRun:
 
     @property
     def touched(self) -> float:
-        """When an operator was last there. A run that never starts is given up some time after that."""
-        return time.monotonic() if self.listeners else self._touched
+        """When an operator was last there; of a run whose values are lost, one that said anything: it is given up some time after that."""
+        return time.monotonic() if self.listeners and not self.lost_values else self._touched
 
     @property
     def has_process(self) -> bool:
