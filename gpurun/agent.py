@@ -165,15 +165,15 @@ class Agent:
         return {"supervisors": self._supervisors, "environment": self._environment, "ended": self._release}
 
     def _prune(self) -> None:
-        """Forgets each operator's oldest runs whose outputs are home, but for as many as it last asked to keep. A run that nobody collected
-        is never touched, nor one that somebody is looking at."""
+        """Forgets each operator's oldest runs that are home whole, but for as many as it last asked to keep. A run that nobody collected is
+        never touched, nor one that somebody is looking at."""
         with self._lock:
             of: Dict[str, List[NodeRun]] = {}
             for run in sorted(self._runs.values(), key=lambda run: (run.place, run.created)):
                 of.setdefault(run.operator, []).append(run)
             paths = []
             for runs in of.values():
-                done = [run for run in runs if run.settled.is_set() and run.collected]
+                done = [run for run in runs if run.settled.is_set() and run.may_go]
                 spare = done[:max(0, len(done) - runs[-1].keep)]
                 for run in spare:
                     if not run.listeners and not self._fetched.get(run.run_id):
@@ -389,9 +389,9 @@ class Agent:
                     del self._fetched[run.run_id]
 
     def _follow(self, channel: transfer.Channel, header: Dict[str, Any], run: NodeRun) -> None:
-        over = run.over
-        transfer.serve_follow(channel, header, run.folder, lambda: run.over, run.wait_change)
-        if "tail" not in header and (over or header.get("live") is not False):
+        over = run.over                      # asked before the logs are read: then what is read is all of them
+        kept = transfer.serve_follow(channel, header, run.folder, lambda: run.over, run.wait_change)
+        if kept and (over or header.get("live", True) is not False):
             run.logs_taken()
 
     def _pull(self, channel: transfer.Channel, header: Dict[str, Any], run: NodeRun) -> None:

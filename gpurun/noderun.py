@@ -289,7 +289,7 @@ class NodeRun:
             self._save()
 
     def logs_taken(self) -> None:
-        """An operator has read the logs to their end. For a run without outputs, whose operator left, that is all there is to collect."""
+        """An operator has the whole logs on its disk. Noted of a run whose operator left: of others that is taken for granted."""
         with self.changed:
             if self.over and self._state["detached"] and not self._state["logs_taken"]:
                 self._state["logs_taken"] = True
@@ -315,9 +315,17 @@ class NodeRun:
 
     @property
     def collected(self) -> bool:
-        """All that it made is with its operator, or never was asked for."""
-        unasked = self.over and not self._state["asked_outputs"] and (not self._state["detached"] or self._state["logs_taken"])
-        return bool(self._state["collected"] or unasked)
+        """Its outputs are with its operator, or none were asked for; then of a run whose operator left, the logs are."""
+        return bool(self._state["collected"] or self.over and not self._state["asked_outputs"] and self._logs_are_home)
+
+    @property
+    def may_go(self) -> bool:
+        """Whether nothing of it is here and nowhere else."""
+        return self.collected and self._logs_are_home
+
+    @property
+    def _logs_are_home(self) -> bool:
+        return bool(not self._state["detached"] or self._state["logs_taken"])
 
     @property
     def created(self) -> float:

@@ -318,7 +318,7 @@ def test_an_agent_killed_in_the_middle_of_setup_or_job_costs_an_attached_run_not
         in_setup.end()
         lines = in_job.out.decode().splitlines()
         assert lines[0] == "begun" and lines[1:] == [f"line {n}" for n in range(1, len(lines))] and len(lines) > 10
-        assert sorted((in_setup.here.latest / "setup.log").read_bytes().splitlines()) == [b"begun", b"set up"]
+        assert [(in_setup.here.latest / f"setup-{name}.log").read_bytes() for name in ("stdout", "stderr")] == [b"begun\n", b"set up\n"]
         assert in_setup.out.decode().splitlines() == [f"line {n}" for n in range(1, in_setup.out.count(b"\n") + 1)]
         assert places_of(SECRET, tmp_path) == []
     finally:

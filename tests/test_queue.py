@@ -285,9 +285,14 @@ def test_each_operators_oldest_collected_runs_go_and_no_other_does(node, operato
     eventually(lambda: sorted(os.listdir(folder)) == ["his", "r2", "r3", "uncollected", "unread", "watched"])
     watched.close()
     eventually(lambda: sorted(os.listdir(folder)) == ["his", "r2", "r3", "uncollected", "unread"])
-    assert operator.logs(known, "unread") == b"some\n"
+    assert operator.logs(known, "unread") == b"some\n", "looked at, not kept"
     assert collect(operator, known, "uncollected", ["out"], tmp_path / "late").files == 1
-    eventually(lambda: sorted(os.listdir(folder)) == ["his", "r2", "r3"])
+    assert [said["collected"] for said in states(operator, known, "uncollected", "unread").values()] == [True, False]
+    assert operator.logs(known, "unread", keeps=True) == b"some\n"
+    eventually(lambda: states(operator, known, "uncollected", "unread").keys() == {"uncollected"}), "its logs are nowhere else"
+    assert operator.logs(known, "uncollected", keeps=True) == b""
+    eventually(lambda: states(operator, known, "uncollected", "unread") == {})
+    assert sorted(os.listdir(folder)) == ["his", "r2", "r3"]
     second.link.close()
 
 
