@@ -219,6 +219,8 @@ class NodeRun:
             self._touched = time.monotonic()
             {MaterializeWorkspace: self._materialize_workspace, RunSetup: self._run_setup, RunJob: self._run_job,
              CollectOutputs: self._collect_outputs, StopJob: self._stop_job, Detach: self._detach}[type(command)](command)
+            if self._unsaved and self.made and not self._turn and not self.over:
+                self._save()                   # in the queue no other save may come for hours
             self.changed.notify_all()
         self._tell()
 
@@ -257,8 +259,7 @@ class NodeRun:
         self._report_collected()
 
     def _detach(self, _command: Detach) -> None:
-        self._state["detached"], self._unsaved = True, True
-        self._save()                           # whether the disk took it is looked at before it is promised: see `may_leave`
+        self._state["detached"], self._unsaved = True, True   # written before it is promised: see `may_leave`
 
     def _stop_job(self, command: StopJob) -> None:
         if self._state["over"]:

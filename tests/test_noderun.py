@@ -113,6 +113,7 @@ class Kills:
         self.node, self.target, self.copies, self.on = node, target, [], True   # type: ignore[var-annotated]
         self.run: NodeRun | None = None
         self.promised = False                           # Detached was said
+        self.given: list[str] = []                      # the phases whose supervisor has got its work
         for where, name in ((noderun, "atomic_write"), (noderun, "append_line"), (noderun.Supervisors, "take"), (noderun.Supervisors, "give")):
             monkeypatch.setattr(where, name, self.around(name, getattr(where, name)))
 
@@ -120,6 +121,8 @@ class Kills:
         def write(*args: Any) -> Any:
             self.copy(f"before {name}")
             result = real(*args)
+            if name == "give":
+                self.given.append(args[1]["phase"])
             if name != "give":                          # from there on the supervisor is at work: see the jobs that copy
                 self.copy(f"after {name}")
             if name == "append_line" and self.on:
@@ -132,6 +135,8 @@ class Kills:
         copy = self.target / str(len(self.copies))
         if self.on and self.node.folder.exists():
             shutil.copytree(self.node.folder, copy, symlinks=True)
+            if self.given and not (copy / f"{self.given[-1]}.exit").exists():   # it runs
+                assert json.loads((copy / "state.json").read_text())["supervised"]["phase"] == self.given[-1], f"{when}: nobody would know that it runs"
             self.copies.append((when, copy, len(self.run.events) if self.run else 0, self.promised))
         return copy
 
@@ -394,6 +399,7 @@ def waiting(node: Node, *plan: Any) -> NodeRun:
 def test_a_plan_with_values_waits_for_the_same_names_after_a_restart_of_the_agent(node):
     run = at_work(waiting(node, RunSetup(RUN_ID, "echo $A $B", {"A": "1", "B": "2"}), RunJob(RUN_ID, "echo $A", {"A": "1"})))
     assert run.lost_values == ["A", "B"] and not run.can_finish_alone and not run.may_leave()
+    eventually(lambda: node.state()["workspace"])       # it could begin now
     for wrong in (RunSetup(RUN_ID, "echo", {"A": "1"}), RunSetup(RUN_ID, "echo", {}), RunJob(RUN_ID, "echo", {"A": "1", "C": "3"})):
         with pytest.raises(WireError, match="A, B|A in its env") as caught:
             run.handle(wrong)
@@ -403,6 +409,18 @@ def test_a_plan_with_values_waits_for_the_same_names_after_a_restart_of_the_agen
     told(run, RunSetup(RUN_ID, "another text", {"A": "one", "B": "two"}))
     assert [(type(event), event.code) for event in ended(run)] == [(SetupCompleted, 0), (JobExited, 0)]
     assert ((node.folder / "setup.out").read_text(), (node.folder / "run.out").read_text()) == ("one two\n", "one\n")
+
+
+def test_a_waiting_run_whose_operator_vanished_without_a_word_is_on_the_disk_as_well(node):
+    """It had sent the whole plan; that it never said Detach changes nothing for the next agent."""
+    run = at_work(told(node.create(), MaterializeWorkspace(RUN_ID, "")), turn=False)
+    eventually(lambda: node.state()["made"])
+    told(run, RunJob(RUN_ID, "exit 4"))
+    again = node.load()
+    told(run, StopJob(RUN_ID))
+    ended(run)
+    (node.folder / "events.jsonl").unlink()
+    assert kinds(ended(at_work(again))) == ["WorkspaceMaterialized", "JobExited"] and again.report()["code"] == 4
 
 
 def test_what_was_said_first_holds(node):
