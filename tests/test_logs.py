@@ -224,7 +224,7 @@ def test_no_color_means_none(warm):
 
 
 def test_ctrl_c_on_a_terminal(warm):
-    """The terminal sends it to the whole foreground group: gpurun takes it once."""
+    """The terminal sends it to the whole foreground group: gpurun takes it once, asks once, and does what the key says."""
     env = dict({name: value for name, value in warm.env.items() if name != "CI"}, TERM="xterm")
     job = warm.job("echo up; sleep 600", name="keys")
     pid, terminal = pty.fork()
@@ -235,11 +235,14 @@ def test_ctrl_c_on_a_terminal(warm):
     while b"up\r\n" not in got:
         got += os.read(terminal, 65536)
     os.write(terminal, b"\x03")
+    while b"[g] go on" not in got:
+        got += os.read(terminal, 65536)
+    os.write(terminal, b"s")
     while True:
         try:
             got += os.read(terminal, 65536)
         except OSError:
             break
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130 and b"Traceback" not in got
-    assert got.count(b"Ctrl-C again") == 1 and b"stopped by the operator" in got.splitlines()[-1]
+    assert got.count(b"stopping the job") == 1 and b"stopped by the operator" in got.splitlines()[-1]
     os.close(terminal)
