@@ -264,10 +264,11 @@ def _push(channel: Channel, root: str, entries: Sequence[Entry], encoded: bytes,
 
 
 def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Callable[[int], None], start: int = 0, part: str = "",
-               grows: bool = False) -> str:
+               inode: Optional[int] = None) -> str:
     """D frames and E, or X; returns why it was X, "" when all went. With a `sha256` the bytes must be those. The other side has the
     bytes before `start`: they count for the hash and don't go. With a `part`, their hash, that is so if the file begins with them: R
-    says it, else all of it goes. `grows`: more bytes behind `size` are no fault."""
+    says it, else all of it goes. With an `inode` it is a file that may grow, so that more bytes behind `size` are no fault; but another
+    file that was put in its place meanwhile (as programs save a checkpoint) is: its first `size` bytes would be half of it."""
     writer, digest, left, spoken = channel.writer, hashlib.sha256(), size, time.monotonic()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -293,7 +294,7 @@ def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Calla
                     channel.keep_alive()
                     spoken = time.monotonic()
                 moved(size - left)
-            more = not grows and os.read(fd, 1)
+            more = os.read(fd, 1) if inode is None else os.fstat(fd).st_ino != inode
         finally:
             os.close(fd)
         if left or more or sha256 and digest.hexdigest() != sha256:
@@ -434,6 +435,7 @@ def serve_pull(channel: Channel, header: Dict[str, Any], root: str, over: Callab
     while not live and not over(KEEPALIVE_S):
         channel.keep_alive()
     outputs, missing, refused = manifest.find_outputs(root, declared)
+    inodes = {source: _inode(source) for entry, source in outputs if entry.kind == "file"} if live else {}
     size = sum(output.entry.size for output in outputs)
     shown = [(path[:REFUSED_LENGTH], why[:REFUSED_LENGTH]) for path, why in refused[:REFUSED_SHOWN]]
     if len(refused) > REFUSED_SHOWN:
@@ -447,11 +449,18 @@ def serve_pull(channel: Channel, header: Dict[str, Any], root: str, over: Callab
                 channel.writer.frame(b"S")
                 continue
             start, part = _part(begun, entry)
-            _send_file(channel, source, entry.size, "", lambda moved: None, start, part, grows=live)
+            _send_file(channel, source, entry.size, "", lambda moved: None, start, part, inodes.get(source))
     channel.writer.frame(b"Z")
     channel.writer.flush()
     answer = channel.answer()
     return Pulled(_count(answer, "collected"), _count(answer, "bytes"), missing, refused)
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0                                                # gone since it was listed
 
 
 def _part(begun: Dict[str, Any], entry: Entry) -> Tuple[int, str]:

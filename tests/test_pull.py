@@ -253,6 +253,13 @@ def test_a_file_that_gets_shorter_or_goes_in_a_live_pull_is_named_and_the_rest_c
     assert sorted(os.listdir(target / "out")) == ["b", "c"] and pulled.files == 2
 
 
+def test_a_checkpoint_that_another_one_replaces_in_a_live_pull_does_not_come_in_half(work, target):
+    write_files(work, {"out/a": os.urandom(8 << 20), "out/checkpoint": b"old", "new": b"new and longer"})
+    pulled = pull(work, ["out"], target, progress=Growing(lambda: os.replace(work / "new", work / "out" / "checkpoint")), live=True)
+    assert "changes while it is sent" in dict(pulled.refused)["out/checkpoint"] and os.listdir(target / "out") == ["a"]
+    assert pull(work, ["out"], target, live=True).refused == [] and (target / "out" / "checkpoint").read_bytes() == b"new and longer"
+
+
 def test_a_file_that_grows_in_a_pull_of_the_end_is_still_a_fault(work, target):
     write_files(work, {"out": os.urandom(8 << 20)})
     pulled = pull(work, ["out"], target, progress=Growing(lambda: os.truncate(work / "out", 9 << 20)))
