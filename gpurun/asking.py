@@ -18,7 +18,7 @@ from gpurun.session import DIAL_S, reach
 ANSWER_S = 20.0
 REMOVE_S = 600.0              # a workdir of millions of files, on a slow disk
 AT_ONCE = 500                 # runs in one question, as many as a node takes
-PING_S = 5.0                  # a node lets a session go that is silent for long
+PING_S = 2.0                  # a node lets a session go that is silent for long
 TICK_S = 0.2
 
 
@@ -26,7 +26,7 @@ class Asked:
     """A session for questions about `run_ids`, which are asked at once: `states` is what the node said. An agent is deployed where none runs."""
 
     def __init__(self, link: Link, node: Node, run_ids: Sequence[str], screen: Screen, operator: str) -> None:
-        self.node, self._screen = node, screen
+        self.node, self._screen, self._link = node, screen, link   # a link that nobody holds ends, and its connections with it
         self._inbox: "SimpleQueue[Any]" = SimpleQueue()
         self.session = reach(link, node, self._inbox, screen.say, lambda name, done, total: screen.progress(done, total, "B", name),
                              lambda: screen.phase("deploy", f"to {node.name}"))
@@ -81,6 +81,8 @@ class Asked:
                 if time.monotonic() - pinged > PING_S:
                     pinged = time.monotonic()
                     self._ping()
+                    if self.node.kind == "local" and self.node.cached_endpoint() is None:
+                        self.session.close()  # its agent has ended: here that can be seen, long before QUIC's own time is up
                 continue
             if error is not None:
                 raise error

@@ -161,6 +161,7 @@ def wait(folder: RunFolder, way: Way, screen: Screen, operator: str, deadline: f
         if settled(record):
             return result_of(folder, record)
         if time.monotonic() > deadline:
+            screen.warn(f"{folder.run_id} isn't over; it goes on. Wait for it again, or watch it with: gpurun attach {folder.run_id}")
             return dict(result_of(folder, record), exit_code=EXIT_TIME_LIMIT)
         screen.live_tick()
         time.sleep(POLL_S)
@@ -282,6 +283,8 @@ class Reading:
                         return
                     if failures:
                         self._screen.say(f"{node} is back")
+                    elif asked.states[record.run_id].get("phase") == "queued":
+                        self._screen.say(f"{record.run_id} waits for its turn on {node}")
                     failures = 0
                     asked.during(lambda stream: transfer.follow(stream, record.run_id, dict(self._at), take, lines))
                     return

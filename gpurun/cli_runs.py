@@ -124,7 +124,7 @@ def _seen(record: Any) -> str:
     """What the node said when it was last asked, of a run whose record doesn't say more."""
     from gpurun.screen import duration
     seen = record.seen
-    if not seen or record.state == "COMPLETED":
+    if not seen or record.state in ("COMPLETED", "FAILED") and seen.get("at", "") < record.times.get("ended", ""):
         return ""
     phase, seconds = seen.get("phase"), seen.get("seconds")
     since = f" for {duration(seconds, whole=True)}" if isinstance(seconds, (int, float)) else ""
@@ -238,8 +238,7 @@ def wait(run_names: tuple[str, ...], timeout: float | None, cluster: str | None,
                            f"{folder.run_id:<44} {result['state']:<9} exit code {code}" + (f": {result['reason']}" if code else ""))
                 worst = worst or code
             elif code == EXIT_TIME_LIMIT:
-                screen.warn(f"{folder.run_id} isn't over after {timeout:g} s; it goes on. Wait again, or: gpurun attach {folder.run_id}")
-                worst = EXIT_TIME_LIMIT
+                worst = code
             else:
                 return code                    # a signal
     finally:
