@@ -349,7 +349,7 @@ class Orchestrator:
         elif self._fsm.phase == "collect":
             self._screen.warn("the job has ended already; collecting its outputs (Ctrl-C again leaves)")
         elif number == signal.SIGINT and not self._asked and self._screen.ask(
-                f"{self._fsm.run_id}: [s]top the job, [d]etach (it goes on there), [g]o on watching?", KEYS, self._on_answer):
+                f"{self._fsm.run_id}: what now?", KEYS, self._on_answer):
             self._asked, self._signals = True, 0
         else:
             self._stop("stopping the job and collecting what there is (Ctrl-C again leaves at once)")
@@ -507,6 +507,9 @@ class Orchestrator:
         self._act(commands)
         if self._fsm.phase != before.phase:
             self._show_phase()
+        if self._asked and (self._fsm.phase == "collect" or self._fsm.state in TERMINAL):
+            self._asked, self._signals = False, 0
+            self._screen.stop_asking()        # there is nothing left to decide
         if self._fsm.phase == "collect" and self._collect_error:
             self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
 
@@ -616,10 +619,13 @@ class Orchestrator:
         if self._taking_over and self._echo and self._tail is None and not self._past_shown:
             self._past_shown = True
             self._logs.show(self._show)       # what is here already
-        sizes = transfer.follow(session.transfer(), self._fsm.run_id, self._shown, self._take_log, self._tail)
+        run_id, kept = self._fsm.run_id, None
+        if self._taking_over:                 # a node that was left alone keeps the run until it knows that its logs are here
+            kept = lambda sizes: not self._logs.behind(sizes)
+        sizes = transfer.follow(session.transfer(), run_id, self._shown, self._take_log, self._tail, kept=kept)
         behind = self._logs.behind(sizes)     # a disk that was full for a while, or a tail that was asked for
         if behind:
-            transfer.follow(session.transfer(), self._fsm.run_id, behind, self._keep_log, live=False)
+            transfer.follow(session.transfer(), run_id, behind, self._keep_log, live=False, kept=kept)
         self._record.logs_complete = not self._logs.behind(sizes)
 
     def _take_log(self, name: str, position: int, data: bytes) -> None:
