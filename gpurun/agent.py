@@ -118,10 +118,9 @@ class Agent:
         if claim is not None and now - self._sampled > self._sample_pause - HOUSEKEEPING_S / 2:
             self._sampled, self._sample_pause = now, min(self._sample_pause * SAMPLE_GROWTH, SAMPLE_MOST_S)
             self._sample(claim)
-        if now - self._trimmed > TRIM_EVERY_S:
+        if claim is None and now - self._trimmed > TRIM_EVERY_S:
             self._trimmed = now
-            if claim is None:
-                self.store.trim()
+            self.store.trim()
             self._prune()
 
     def close(self) -> None:
@@ -366,6 +365,7 @@ class Agent:
                         self._follow(channel, header, run)
                     else:
                         self._pull(channel, header, run)
+                self._prune()
             else:
                 raise WireError(f"a transfer of type {str(kind)[:40]!r} isn't known here")
         except LinkError:
@@ -391,8 +391,8 @@ class Agent:
     def _follow(self, channel: transfer.Channel, header: Dict[str, Any], run: NodeRun) -> None:
         over = run.over                      # asked before the logs are read: then what is read is all of them
         kept = transfer.serve_follow(channel, header, run.folder, lambda: run.over, run.wait_change)
-        if kept and (over or header.get("live", True) is not False):
-            run.logs_taken()
+        if "tail" not in header and (over or header.get("live", True) is not False):
+            run.logs_taken(kept)
 
     def _pull(self, channel: transfer.Channel, header: Dict[str, Any], run: NodeRun) -> None:
         pulled = transfer.serve_pull(channel, header, run.workdir, run.wait_over)

@@ -119,6 +119,7 @@ class NodeRun:
         self._unwritten: List[bytes] = []      # events that a full disk didn't take; in order, before any later one
         self._unsaved = False                  # facts that an agent after this one wouldn't know
         self._turn = False
+        self._logs_read = False                # an agent after this one takes it for granted: a sync for each run would be dear
         self._arrived: Set[str] = set()
         self._commands: Dict[str, Any] = {}    # "setup" and "run", each with the values of its env
         self._stop = False
@@ -149,6 +150,7 @@ class NodeRun:
         if state is None or state.get("version") != VERSION:
             return None
         run = cls(store, folder, _complete(state), **parts)
+        run._logs_read = True
         run._read_events()
         for event in run.events:
             run._catch_up(event)
@@ -289,12 +291,15 @@ class NodeRun:
             self._emit(OutputsCollected, files=files, size_bytes=size, missing=missing)
             self._save()
 
-    def logs_taken(self) -> None:
-        """An operator has the whole logs on its disk. Noted of a run whose operator left: of others that is taken for granted."""
+    def logs_taken(self, kept: bool) -> None:
+        """An operator has read all of the logs, and says that they are on its disk (`kept`) or doesn't say. Of a run that it never left
+        reading is enough: who drives a run keeps its logs."""
         with self.changed:
-            if self.over and self._state["detached"] and not self._state["logs_taken"]:
-                self._state["logs_taken"] = True
-                self._save()
+            if self.over:
+                self._logs_read = True
+                if kept and self._state["detached"] and not self._state["logs_taken"]:
+                    self._state["logs_taken"] = True
+                    self._save()
 
     def kept_with(self, keep: int) -> None:
         """How many collected runs its operator wants to be kept, said anew."""
@@ -317,16 +322,13 @@ class NodeRun:
     @property
     def collected(self) -> bool:
         """Its outputs are with its operator, or none were asked for; then of a run whose operator left, the logs are."""
-        return bool(self._state["collected"] or self.over and not self._state["asked_outputs"] and self._logs_are_home)
+        state = self._state
+        return bool(state["collected"] or self.over and not state["asked_outputs"] and (state["logs_taken"] or not state["detached"]))
 
     @property
     def may_go(self) -> bool:
         """Whether nothing of it is here and nowhere else."""
-        return self.collected and self._logs_are_home
-
-    @property
-    def _logs_are_home(self) -> bool:
-        return bool(not self._state["detached"] or self._state["logs_taken"])
+        return self.collected and bool(self._state["logs_taken"] if self._state["detached"] else self._logs_read)
 
     @property
     def created(self) -> float:

@@ -501,18 +501,21 @@ def test_outputs_are_collected_only_by_a_pull_of_all_of_them(node):
     assert run.collected and isinstance(run.events[-1], OutputsCollected)
 
 
-def test_a_run_without_outputs_that_was_left_alone_counts_as_collected_once_its_logs_were_read(node):
+def test_a_run_may_go_once_its_logs_are_home_too(node):
+    """An operator that is there keeps what it reads; of a run that was left it has to say so."""
     run = told(node.create(), RunJob(RUN_ID, "echo hi"))
-    run.logs_taken()
+    run.logs_taken(True)
     ended(at_work(run))
-    assert run.collected, "its operator was there"
+    assert run.collected and not run.may_go, "what was read before the end wasn't all"
+    run.logs_taken(False)
+    assert run.may_go and node.load().may_go
     shutil.rmtree(node.folder)
     run = told(node.create(), RunJob(RUN_ID, "echo hi"), Detach(RUN_ID))
-    run.logs_taken()
     ended(at_work(run))
-    assert not run.collected and not node.load().collected
-    run.logs_taken()
-    assert run.collected and node.load().collected
+    run.logs_taken(False)
+    assert not run.collected and not run.may_go and not node.load().may_go, "gpurun logs looks and keeps nothing"
+    run.logs_taken(True)
+    assert run.collected and run.may_go and node.load().may_go
 
 
 def test_a_report_says_where_a_run_stands(node):

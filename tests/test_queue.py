@@ -275,13 +275,13 @@ def test_each_operators_oldest_collected_runs_go_and_no_other_does(node, operato
     leave(operator, known, "unread", RunJob("unread", "echo some"))
     eventually(lambda: states(operator, known, "unread")["unread"]["over"])
     watched = operator.talk(known, Hello(run_id="watched", claim=True, keep=2), RunJob("watched", "true"))
-    assert watched.hear(*ENDS).code == 0
+    assert watched.hear(*ENDS).code == 0 and operator.logs(known, "watched") == b""
     for number in range(4):
         run_id = f"r{number}"
         talk = operator.talk(known, Hello(run_id=run_id, claim=True, keep=2), RunJob(run_id, "echo out > out"))
         assert talk.hear(*ENDS).code == 0
         talk.close()
-        assert collect(operator, known, run_id, ["out"], tmp_path / run_id).files == 1
+        assert collect(operator, known, run_id, ["out"], tmp_path / run_id).files == 1 and operator.logs(known, run_id) == b""
     eventually(lambda: sorted(os.listdir(folder)) == ["his", "r2", "r3", "uncollected", "unread", "watched"])
     watched.close()
     eventually(lambda: sorted(os.listdir(folder)) == ["his", "r2", "r3", "uncollected", "unread"])
