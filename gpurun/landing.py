@@ -206,6 +206,8 @@ class _Landing:
         needed = sum(entry.size - min(entry.size, self._parts.get(key_of(entry.path), (None, 0))[1]) for entry in lacking)
         if needed > free_bytes(self._target):
             raise self._full("the outputs have no room", needed)
+        if needed and needed == self.total:                     # else what is here counts first, and the rate from there
+            self._progress(0, self.total, "")
 
     def _other_kind(self, entry: Entry) -> TransferError:
         kinds = {"dir": "a folder", "file": "a file", "link": "a link"}

@@ -110,6 +110,8 @@ class Orchestrator:
             self._in_background("prepared", self._prepare)
             while not self._finished():
                 self._turn()
+            if self._left:
+                raise Left
         except Left:
             self._say_what_is_left()
         finally:

@@ -267,8 +267,8 @@ class Screen:
         with self._lock:
             self._end_phase()
             state, missing = result.get("state", ""), [printable(str(path)) for path in result.get("missing") or ()]
-            if self.mode == "json" or self.mode == "quiet" and state == "COMPLETED" and not missing:
-                return
+            if self.mode == "json" or self.mode == "quiet" and state == "COMPLETED" and not missing or state not in ("COMPLETED", "FAILED"):
+                return                             # of a run that goes on there is no last line
             seconds, moved = dict(result.get("seconds") or {}), result.get("bytes") or {}
             code, reason = result.get("exit_code"), printable(str(result.get("reason") or ""))
             if reason.partition(":")[0] == f"exited {code}":   # said already
