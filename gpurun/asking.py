@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
 
 from gpurun import __version__, wire
-from gpurun.errors import GpurunError, LinkError, WireError
+from gpurun.errors import DeployError, GpurunError, LinkError, SSHError, WireError
 from gpurun.link import Link, Stream
 from gpurun.messages import NODE_SAYS, Hello, Ping, QueryRuns, Refused, Removed, RemoveRun, RunStates
 from gpurun.provider import Endpoint, Node
@@ -20,6 +20,7 @@ REMOVE_S = 600.0              # a workdir of millions of files, on a slow disk
 AT_ONCE = 500                 # runs in one question, as many as a node takes
 PING_S = 2.0                  # a node lets a session go that is silent for long
 TICK_S = 0.2
+UNREACHED = (LinkError, SSHError, DeployError)   # a network that is away for a while may show as any of them
 
 
 class Asked:

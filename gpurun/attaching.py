@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any, Callable, Mapping, Sequence
 
 from gpurun import config, transfer
-from gpurun.asking import Asked
+from gpurun.asking import UNREACHED, Asked
 from gpurun.config import Job
 from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_TIME_LIMIT, ConfigError, GpurunError, LinkError
 from gpurun.logs import Logs, follow_local
@@ -24,8 +24,8 @@ from gpurun.screen import Screen, end_on_ctrl_c
 from gpurun.stopping import Way, complete, job_on_record, never_given, settled, stop_run
 
 POLL_S = 0.2
-TRIES = 5                     # in a row, before `logs -f` gives a node up
-RETRY_S = (1.0, 2.0, 5.0, 10.0)
+TRIES = 8                     # in a row, before `logs -f` gives a node up
+RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 KEYS = {"s": "stop the job", "d": "detach: the job goes on there", "g": "go on watching"}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -132,7 +132,7 @@ class _Signals:
             what = self._inbox.get()
             if what in (signal.SIGHUP, "d") or what == signal.SIGINT and self._stopping:
                 self.left = True
-            elif what == "g":
+            elif what in ("g", ""):           # "": nobody can answer any more
                 self._asked, self._count = False, 0
             elif what == signal.SIGINT and not self._asked and self._screen.ask(
                     f"{self._folder.run_id}: [s]top the job, [d]etach (it goes on there), [g]o on watching?", KEYS, self._inbox.put):
@@ -189,7 +189,7 @@ class Reading:
         record = self._folder.load()
         if self._node_has_more(record) and self._folder.try_lock():
             try:
-                if self._bring(record, tail):
+                if self._bring(self._folder.load(), tail):
                     return
             except GpurunError as error:
                 self._screen.warn(f"the rest is on {record.node['name']}, which can't be asked: {error}")
@@ -237,10 +237,15 @@ class Reading:
         kept = Logs(self._folder)
         asked = self._ask(record)
         try:
-            if record.run_id not in asked.states:
+            state = asked.states.get(record.run_id)
+            if state is None:
                 return False
             if tail is None:
-                asked.during(lambda stream: transfer.follow(stream, record.run_id, dict(kept.kept), kept.take, live=False))
+                whole = (lambda sizes: not kept.behind(sizes)) if state.get("over") else None   # asked before: what comes now is all of it
+                sizes = asked.during(lambda stream: transfer.follow(stream, record.run_id, dict(kept.kept), kept.take, live=False, kept=whole))
+                if whole and whole(sizes):
+                    record.logs_complete = True
+                    self._folder.save(record)
                 for name, error in kept.trouble.items():
                     self._screen.warn(f"{self._folder.logs[name]} can't be written: {error.strerror}; make room for the rest, which is on "
                                       f"{record.node['name']}")
@@ -263,8 +268,8 @@ class Reading:
     def _follow_there(self, record: Record, tail: int | None) -> None:
         """Until the node says that nothing more comes. What comes is shown and not kept: only who drives a run keeps its logs."""
         self._at = {name: self._at.get(name, 0) for name in self._names}
-        failures, node = 0, record.node["name"]
-        lines = tail
+        node, lines, failures = record.node["name"], tail, 0
+        connected = False
 
         def take(name: str, position: int, data: bytes) -> None:
             nonlocal lines
@@ -278,21 +283,24 @@ class Reading:
             try:
                 asked = self._ask(record)
                 try:
-                    if record.run_id not in asked.states:
+                    state = asked.states.get(record.run_id)
+                    if state is None:
                         self._screen.warn(f"{node} doesn't have {record.run_id} any more; this is all that is here")
                         return
                     if failures:
                         self._screen.say(f"{node} is back")
-                    elif asked.states[record.run_id].get("phase") == "queued":
+                    elif state.get("phase") == "queued":
                         self._screen.say(f"{record.run_id} waits for its turn on {node}")
-                    failures = 0
+                    connected, failures = True, 0
                     asked.during(lambda stream: transfer.follow(stream, record.run_id, dict(self._at), take, lines))
                     return
                 finally:
                     asked.close()
             except _Enough:
                 return
-            except LinkError as error:
+            except UNREACHED as error:
+                if not connected:
+                    raise
                 failures += 1
                 if failures == 1:
                     self._screen.warn(f"the connection to {node} broke ({error}); the run goes on there, connecting again")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Callable, NamedTuple, Sequence
 
-from gpurun.asking import Asked
+from gpurun.asking import UNREACHED, Asked
 from gpurun.attaching import take_up
 from gpurun.errors import ConfigError, GpurunError, LinkError, RecordError
 from gpurun.landing import pull
@@ -17,7 +18,8 @@ from gpurun.screen import Screen
 from gpurun.stopping import Way, complete, settled
 from gpurun.transfer import Pulled
 
-TRIES = 4                     # a connection that broke this often in one fetch isn't worth more; what has arrived is kept for the next
+TRIES = 6                     # a connection that broke this often over one path isn't worth more; what has arrived is kept for the next fetch
+RETRY_S = 1.0                 # and so much more before each further try
 
 
 class Fetched(NamedTuple):
@@ -169,10 +171,11 @@ class _Fetching:
         for attempt in range(1, TRIES + 1):
             try:
                 return self._session().during(lambda stream: pull(stream, self._run_id, [path], self._target, progress, live=True))
-            except LinkError as error:
+            except UNREACHED as error:
                 self.close()
                 if attempt == TRIES:
                     raise LinkError(f"the connection to {self._node.name} broke {TRIES} times ({error}). What has arrived is kept: the same "
                                     "command goes on where it was") from None
                 self._screen.warn(f"the connection to {self._node.name} broke ({error}); connecting again")
+                time.sleep(RETRY_S * attempt)
         raise AssertionError

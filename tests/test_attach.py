@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
+import sys
 import time
 
 import pytest
@@ -141,6 +143,24 @@ def test_attach_to_a_settled_run_shows_it_and_exits_as_it_did(warm):
     assert warm.result("attach", "latest")["state"] == "FAILED"
 
 
+def test_attach_to_a_settled_run_brings_the_end_of_its_logs_if_that_is_not_here(warm):
+    warm.gpurun(warm.job("seq 1000; exit 7", name="cut"))
+    path = warm.latest / "run.json"
+    os.truncate(warm.latest / "stdout.log", 500)                    # as if the disk here had been full
+    path.write_text(json.dumps(dict(json.loads(path.read_text()), logs_complete=False)))
+    done = warm.gpurun("attach", "latest")
+    assert done.returncode == 7 and done.stdout.decode() == "".join(f"{i}\n" for i in range(1, 1001)) and warm.record()["logs_complete"] is True
+
+
+def test_twenty_submits_side_by_side_all_land_once(warm):
+    path = warm.job("echo $GPURUN_RUN_ID >> $HOME/landed; exit 0", name="twenty")
+    processes = [warm.start("submit", path) for _ in range(20)]
+    ids = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
+    assert len(set(ids)) == 20 and all(process.returncode == 0 for process in processes)
+    done = warm.gpurun("wait", *ids)
+    assert done.returncode == 0 and sorted((warm.home / "landed").read_text().split()) == sorted(ids)
+
+
 def test_attach_to_a_run_that_no_node_got_says_so_and_closes_it(warm):
     warm.gpurun(warm.job("exit 0", name="unsent"))
     path = warm.latest / "run.json"
@@ -212,6 +232,47 @@ def test_ctrl_c_of_a_watcher_without_a_terminal_stops_the_run_and_hup_leaves(war
     assert leaver.signal(signal.SIGHUP).end() == 130 and "goes on" in leaver.err and run.process.poll() is None
     other.signal(signal.SIGINT)
     assert other.end() == 130 and run.end() == 130 and other.out == "up\nbye\n" and gone(warm.latest.name)
+
+
+def on_a_terminal(warm, *args):
+    """gpurun on a terminal of its own: its process id and the terminal."""
+    env = dict({name: value for name, value in warm.env.items() if name != "CI"}, TERM="xterm")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(warm.work)
+        os.execve(sys.executable, [sys.executable, "-m", "gpurun", *args], env)
+    return pid, terminal
+
+
+def read_until(terminal: int, text: bytes, got: bytes = b"") -> bytes:
+    while text not in got:
+        got += os.read(terminal, 65536)
+    return got
+
+
+@pytest.mark.parametrize("key, code, said", [("g", 5, b"FAILED"), ("d", 130, b"left"), ("s", 130, b"stopped by the operator")])
+def test_ctrl_c_of_a_watcher_on_a_terminal_asks(warm, key, code, said):
+    run = Running(warm, warm.job(f"trap 'exit 0' TERM; echo up; {until(warm, 'asks' + key)}; exit 5", name="asks" + key))
+    run.until("up")
+    pid, terminal = on_a_terminal(warm, "attach", "latest")
+    read_until(terminal, b"up\r\n")
+    os.write(terminal, b"\x03")
+    got = read_until(terminal, b"[g]o on")
+    got = read_until(terminal, b"go on watching", got)
+    os.write(terminal, key.encode())
+    if key == "g":
+        go(warm, "asksg")
+    while True:
+        try:
+            got += os.read(terminal, 65536)
+        except OSError:
+            break
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code and said in got and b"Traceback" not in got
+    if key == "d":
+        assert run.process.poll() is None
+        go(warm, "asksd")
+    assert run.end() == (130 if key == "s" else 5)
 
 
 # ---- wait ----------------------------------------------------------------------------------------------------------------------------------
