@@ -72,7 +72,9 @@ def test_help_names_every_command_and_shows_how_to_begin(here):
 
 
 @pytest.mark.parametrize("args", [["run"], ["run", "--nonsense"], ["job.toml", "--nope"], ["status", "a", "b"], ["logs"], ["plan", "job.toml", "--wait"],
-                                  ["run", "job.toml", "--node"], ["--cluster"]])
+                                  ["run", "job.toml", "--node"], ["--cluster"], ["submit"], ["run", "job.toml", "--keep", "0"], ["attach"],
+                                  ["attach", "latest", "--tail", "2", "--since-here"], ["attach", "latest", "--tail", "x"], ["wait"], ["fetch"], ["rm"],
+                                  ["fetch", "latest", "--to", ""], ["logs", "latest", "--tail", "-1"], ["stop", "latest", "--grace", "-1"], ["attach", "latest"]])
 def test_bad_options_exit_2_on_stderr(here, args):
     here.job("true")
     done = here.gpurun(*args)

@@ -92,6 +92,27 @@ def test_fetch_of_a_run_that_was_stopped_or_failed_or_collected(warm):
     assert warm.gpurun("fetch", "latest", "z").returncode == 0 and (warm.latest / "outputs/z").read_text() == "1\n"
 
 
+@pytest.mark.parametrize("command", ["fetch", "attach", "wait"])
+def test_a_run_that_was_declared_lost_is_brought_home_once_its_node_is_back(warm, command):
+    run = Running(warm, warm.job(f"echo 1 > x; echo up; {until(warm, command)}; echo end; exit 3", name=command, outputs=["x"]))
+    run.until("up")
+    run.signal(signal.SIGKILL).process.wait(10)
+    path = warm.latest / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(record, state="FAILED", phase="", exit_code=125, reason="the node was lost",
+                                    fsm=dict(record["fsm"], state="FAILED", phase="", failed_phase="run", reason="the node was lost"))))
+    if command == "fetch":
+        done = warm.gpurun("fetch", "latest")                       # it is back and still at it
+        assert done.returncode == 0 and b"as they are now" in done.stderr and (warm.latest / "outputs/x").read_text() == "1\n"
+    go(warm, command)
+    eventually((warm.node_dir / "runs" / warm.latest.name / "run.exit").exists)
+    done = warm.gpurun(command, "latest")
+    assert done.returncode == (0 if command == "fetch" else 3), done.stderr
+    record = warm.record()
+    assert (record["state"], record["exit_code"], record["reason"], record["outputs"]) == ("FAILED", 3, "exited 3", ["x"])
+    assert (warm.latest / "stdout.log").read_text() == "up\nend\n"
+
+
 def test_fetch_of_a_run_that_its_node_no_longer_has(warm):
     warm.gpurun(warm.job("echo 1 > x", name="removed", outputs=["x"]))
     record, outputs = (warm.latest / "run.json").read_bytes(), warm.latest
