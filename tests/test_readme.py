@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from gpurun import agent, bootstrap, config, errors, manifest, screen, store, supervise
+from gpurun import bootstrap, config, errors, manifest, orchestrator, screen, store, supervise
 from gpurun.cli import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,12 +117,12 @@ def test_its_numbers_are_those_of_the_code():
     for text in (
         f"| `lost_after_s` | {defaults.lost_after_s} |", f'| `node_dir` | `"{defaults.node_dir}"` |', f'| `relay` | `"{defaults.relay}"` |',
         f"(TERM, {supervise.GRACE_S:g} s, KILL", f"(TERM, {supervise.LEFTOVER_GRACE_S:g} s, KILL)", f"at most every {screen.PLAIN_S:g} s",
-        f"up to {store.CACHE_CAP_BYTES >> 30} GiB", f"the last {agent.KEEP_RUNS} stay", f"{manifest.MAX_ENTRIES:,} files and folders",
+        f"up to {store.CACHE_CAP_BYTES >> 30} GiB", f"the last {orchestrator.KEEP_RUNS} stay", f"{manifest.MAX_ENTRIES:,} files and folders",
         f"names up to {manifest.MAX_COMPONENT} bytes, paths up to {manifest.MAX_PATH}", f"glibc {'.'.join(map(str, bootstrap.GLIBC))} or newer",
         f"a job file {config.MAX_FILE_BYTES >> 10} KiB", f"at most {config.MAX_TEXT_BYTES + 1 >> 10} KiB each",
     ):
         assert text in README, text
-    for name in ("run.json", "events.jsonl", "stdout.log", "stderr.log", "setup.log", "outputs/", "latest"):
+    for name in ("run.json", "events.jsonl", "stdout.log", "stderr.log", "setup-stdout.log", "outputs/", "latest"):
         assert f"`{name}`" in README
 
 
