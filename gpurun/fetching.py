@@ -97,6 +97,10 @@ def clean_paths(paths: Sequence[str]) -> list[str]:
 def _check_home(folder: RunFolder, record: Record, way: Way, screen: Screen, operator: str) -> Outcome:
     """Of a run that is settled: its outputs should be here, unless somebody has deleted some since."""
     gone = [name for name in record.outputs if not os.path.lexists(os.path.join(folder.outputs, name))]
+    if not record.outputs:
+        screen.say(f"{record.run_id} has ended ({record.state}) and left no declared outputs; `gpurun fetch {record.run_id} PATH` brings other files "
+                   "of its workdir")
+        return Outcome([], [])
     screen.say(f"{record.run_id} has ended ({record.state}) and its outputs were collected"
                + (f"; {', '.join(map(quote_name, gone))} isn't here any more and is fetched again" if gone else ""))
     outcome = _Fetching(folder, record, "", way, screen, operator).bring(gone, must_be=True) if gone else Outcome([], [])
@@ -140,8 +144,8 @@ class _Fetching:
         outcome = Outcome([], [])
         try:
             if paths and self._run_id not in self._session().states:
-                raise GpurunError(f"{self._node.name} doesn't have {self._run_id} any more: its folder there was removed (`gpurun rm`, or an older run "
-                                  "beyond --keep). What is here is all that there is.")
+                raise GpurunError(f"{self._node.name} doesn't have {self._run_id} any more, if it ever had: its folder there was removed (`gpurun rm`, "
+                                  "or one run too many for --keep). What is here is all that there is.")
             for path in paths:
                 self._screen.phase("fetch", f"{path} from {self._node.name}")
                 pulled = self._pull(path)

@@ -118,7 +118,10 @@ def test_attach_with_a_tail_shows_less_and_keeps_all(warm, option, shown):
     run = Running(warm, "attach", run_id, *option)
     eventually(lambda: warm.gpurun("status", run_id, "--json").stdout.find(b'"driven": true') > 0)
     says(run, "run: on local")
-    time.sleep(0.3)                                                # nothing tells that the node has been asked for the end of its logs
+    if option[-1] == "2":
+        run.until("10")
+    else:
+        time.sleep(1)                                              # nothing tells that the node has been asked for the end of its logs
     go(warm, name)
     assert run.end() == 0 and run.out == shown
     assert (warm.latest / "stdout.log").read_text() == "".join(f"{i}\n" for i in range(1, 11)) + "end\n" and warm.record()["logs_complete"]

@@ -73,6 +73,7 @@ def test_paths_that_lead_elsewhere_are_refused_before_anything_is_asked(warm, pa
 
 def test_a_link_out_of_the_workdir_is_not_followed(warm):
     warm.gpurun(warm.job("ln -s /etc etc; echo 1 > x", name="links"))
+    assert b"no declared outputs" in warm.gpurun("fetch", "latest").stderr
     done = warm.gpurun("fetch", "latest", "etc/hostname", "x")
     assert done.returncode == 125 and b"'etc/hostname'" in done.stderr and fetched(done) == [f"gpurun-runs/{warm.latest.name}/outputs/x"]
 
