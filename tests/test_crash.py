@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Callable
 
@@ -190,3 +191,59 @@ def test_what_is_killed_and_when_changes_nothing_that_can_be_known(here, point, 
         for run in (here.node_dir / "runs").glob("*"):
             for pid in supervise.of_run(run.name):
                 kill(pid)
+
+
+# ---- gpurun itself, at each of its steps ---------------------------------------------------------------------------------------------
+
+KILLED_AT = """
+import os, signal, sys
+from gpurun import {module}
+whole, left = {module}.{cls}.{method}, int(sys.argv.pop(1))
+
+def cut(*args, **options):
+    global left
+    left -= 1
+    if left == 0 and {before}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    value = whole(*args, **options)
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+{module}.{cls}.{method} = cut
+from gpurun.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("module, cls, method", [("records", "RunFolder", "save"), ("link", "Stream", "write")])
+def test_a_gpurun_that_is_killed_at_any_of_its_steps_is_gone_on_with(warm, module, cls, method, before):
+    """At each save of the record, and at each thing that it says to the node: the first, the second, … until one run ends untouched."""
+    folder = warm.work / f"steps-{method}-{before}"
+    job = warm.job(f"cat in; echo err >&2; echo ran >> ran; exit {CODE}", name="steps", folder=folder, setup="echo up", workspace={"workdir": "."},
+                   outputs=["ran", "in"])
+    (folder / "in").write_bytes(os.urandom(200_000))
+    script = KILLED_AT.format(module=module, cls=cls, method=method, before=before)
+    for step in range(1, 100):
+        known = set(warm.runs.glob("steps-*"))
+        argv = [sys.executable, "-c", script, str(step), str(job)]
+        done = subprocess.run(argv, cwd=warm.work, env=warm.env, capture_output=True, timeout=60)
+        if done.returncode != -signal.SIGKILL:
+            assert done.returncode == CODE and step > 4, done.stderr
+            return
+        run = next((path for path in warm.runs.glob("steps-*") if path not in known and (path / "run.json").exists()), None)
+        if run is None:
+            continue                          # nothing was promised yet
+        before_node = not json.loads((run / "run.json").read_text())["node"].get("agent_id")
+        code = warm.gpurun("attach", run.name, timeout=60).returncode
+        record = json.loads((run / "run.json").read_text())
+        told = (step, record["reason"])
+        if code == 125 and (before_node or "never came to" in record["reason"]):
+            assert record["state"] == "FAILED" and "Nothing was run" in record["reason"], told
+            continue
+        assert (code, record["state"], record["exit_code"], record["reason"]) == (CODE, "FAILED", CODE, f"exited {CODE}"), told
+        assert record["outputs"] == ["ran", "in"] and (run / "outputs/ran").read_text() == "ran\n", told
+        assert (run / "stdout.log").read_bytes() == (folder / "in").read_bytes() == (run / "outputs/in").read_bytes(), told
+        assert (run / "stderr.log").read_text() == "err\n" and (run / "setup-stdout.log").read_text() == "up\n", told
+    raise AssertionError("no run ended by itself")
