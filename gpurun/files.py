@@ -5,12 +5,14 @@ Everything here works on plain paths of this machine and is used on both sides. 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import Any, Dict, Optional, Union
 
 from gpurun.errors import RecordError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 TEMP_PREFIX = ".gpurun-tmp-"   # what a kill in the middle may leave behind; safe to delete when its writer is gone
 
 
@@ -134,6 +136,11 @@ def free_bytes(path: Union[str, "os.PathLike[str]"]) -> int:
         path = os.path.dirname(path)
     disk = os.statvfs(path)   # not shutil: it imports three compressors, and the agent and every command load this file
     return disk.f_bavail * disk.f_frsize
+
+
+def room(path: Union[str, "os.PathLike[str]"], needed: int) -> str:
+    """What there is to say of a disk that is full: `/data has 0 bytes free, needed are 4,096 bytes (4.1 kB)`."""
+    return "%s has %s free, needed are %s" % (os.fspath(path), exact_bytes(free_bytes(path)), exact_bytes(needed))
 
 
 def human_bytes(count: int) -> str:

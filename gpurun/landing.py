@@ -20,9 +20,9 @@ from typing import Any, Callable, Iterator, Sequence
 
 from gpurun import manifest
 from gpurun.errors import LinkError, TransferError, WireError
-from gpurun.files import exact_bytes, free_bytes, fsync_dir, make_private_dir, write_all
+from gpurun.files import FULL, exact_bytes, free_bytes, fsync_dir, make_private_dir, write_all
 from gpurun.manifest import Entry, quote_name
-from gpurun.store import FULL, RESUME_BYTES
+from gpurun.store import RESUME_BYTES
 from gpurun.transfer import BLOCK, MAX_LISTING, Channel, Progress, Pulled, key_of
 
 INCOMING = ".incoming-"         # with the target's name: the folder that a pull receives in

@@ -21,9 +21,10 @@ from gpurun import __version__, fsm, landing, manifest, transfer, workspace
 from gpurun.config import Cluster, Job
 from gpurun.contact import Contact
 from gpurun.errors import (
-    EXIT_STOPPED, EXIT_TIME_LIMIT, GpurunError, LinkError, NodeBusyError, RefusedError, TransferError, WireError, WorkspaceError,
+    EXIT_STOPPED, EXIT_TIME_LIMIT, GpurunError, LinkError, NodeBusyError, RecordError, RefusedError, TransferError, WireError,
+    WorkspaceError,
 )
-from gpurun.files import exact_bytes, free_bytes, human_bytes
+from gpurun.files import human_bytes, room
 from gpurun.link import Link
 from gpurun.logs import Logs
 from gpurun.messages import (
@@ -78,6 +79,7 @@ class Orchestrator:
         self._tail: int | None = None         # lines of each log that a taker-over wants to see of the past, None: all
         self._past_shown = False
         self._warned: set[str] = set()
+        self._unkept = ""                     # why the record isn't on the disk as it is
         self._followed = self._pulled = self._writing = False
         self._collected: OutputsCollected | None = None
         self._collect_error = ""
@@ -244,7 +246,8 @@ class Orchestrator:
                                  "cluster": str(self._cluster.path or "")}
         self._record.agent, self._record.path = session.endpoint.version, session.path()
         self._mirror()
-        self._save()
+        if not self._save() and not self._taking_over:
+            self._failed(RecordError(f"{self._unkept}. Nothing was sent; make room, or name another folder with --runs-dir or GPURUN_RUNS."))
         if self._needs_push():
             self._screen.phase("push", f"to {node.name}")
         elif self._fsm.phase:
@@ -541,14 +544,18 @@ class Orchestrator:
         self._step(NodeFault(self._fsm.run_id, reason=reason))
         self._contact.say(self._stop_job())
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Whether this disk took the record. A run that its node has goes on without: its truth is there too, and it is said once."""
         self._record.offsets = dict(self._logs.kept)
         try:
             self._folder.save(self._record)
         except OSError as error:
-            # The run goes on: its truth is on the node too. What can't be written here is said, once.
-            self._warn_once("record", f"the record {self._folder.record} can't be written: {error.strerror} "
-                                      f"({exact_bytes(free_bytes(self._folder.path))} free); make room. The run goes on")
+            self._unkept = (f"the record {self._folder.record} can't be written: {error.strerror} "
+                            f"({room(self._folder.path, len(self._record.encode()))})")
+            if self._greeted:
+                self._warn_once("record", f"{self._unkept}; make room. The run goes on")
+            return False
+        return True
 
     def _warn_once(self, about: str, text: str) -> None:
         if about not in self._warned:
@@ -644,8 +651,8 @@ class Orchestrator:
         self._logs.take(name, position, data)
         if name in self._logs.trouble:
             path = self._folder.logs[name]
-            self._warn_once(path, f"{path} can't be written: {self._logs.trouble[name].strerror} ({exact_bytes(free_bytes(path))} free). The job goes "
-                                  f"on and so does its log on the node; make room, and `gpurun fetch {self._fsm.run_id}` brings the rest")
+            self._warn_once(path, f"{path} can't be written: {self._logs.trouble[name].strerror} ({room(self._folder.path, len(data))} and more). The "
+                                  f"job goes on and so does its log on the node; make room, and `gpurun fetch {self._fsm.run_id}` brings the rest")
 
     def _show(self, name: str, data: bytes) -> None:
         {"run.out": self._screen.job_stdout, "run.err": self._screen.job_stderr}.get(name, self._screen.setup_output)(data)

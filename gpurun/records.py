@@ -22,7 +22,7 @@ from typing import Any, Iterator, Mapping, NamedTuple
 
 from gpurun import __version__
 from gpurun.errors import RecordError
-from gpurun.files import TEMP_PREFIX, append_line, atomic_write, make_private_dir, open_append, read_json
+from gpurun.files import FULL, TEMP_PREFIX, append_line, atomic_write, make_private_dir, open_append, read_json, room
 from gpurun.messages import PENDING
 
 VERSION = 1
@@ -127,10 +127,15 @@ class RunFolder:
                     continue
             record = Record(run_id=folder.run_id, **given)
             record.times["created"] = utc_now()
-            folder.save(record)
+            try:
+                folder.save(record)
+            except OSError:
+                os.rmdir(folder.path)         # else it would look like a run
+                raise
         except OSError as error:
-            raise RecordError(f"{error.filename or runs_dir}: {error.strerror}; the run's record can't be kept there. "
-                              "Name another folder with --runs-dir or GPURUN_RUNS.") from error
+            full = f" ({room(runs_dir, len(Record(**given).encode()))})" if error.errno in FULL else ""
+            raise RecordError(f"{error.filename or runs_dir}: {error.strerror}{full}; the run's record can't be kept there. "
+                              f"{'Make room, or name' if full else 'Name'} another folder with --runs-dir or GPURUN_RUNS.") from error
         point_latest(runs_dir, folder.run_id)
         return folder, record
 
@@ -179,8 +184,11 @@ class RunFolder:
                 return False
             # A file system without locks (some network mounts): driving the run unguarded is better than not at all.
         self._lock_fd = fd
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        except OSError:   # a full disk: that somebody has the lock still shows, only not who
+            pass
         return True
 
     def driver(self) -> int | None:

@@ -40,17 +40,25 @@ def stop_run(folder: RunFolder, way: Way, screen: Screen, operator: str, grace_s
     elif not record.node.get("name"):
         _not_begun(folder, record, ours, screen)
     elif ours:
-        from gpurun.orchestrator import Orchestrator
-        cluster, nodes, link = way(record)
-        Orchestrator(job_on_record(record), cluster, nodes, link, folder, record, screen, operator=operator, whole=False).take_over(
-            stop=True, grace_s=grace_s, echo=False)
+        _take_over(folder, record, way, screen, operator, grace_s)
     else:
         screen.say(f"telling {record.node['name']} to stop {record.run_id}; the gpurun that drives it collects what there is")
         _, nodes, link = way(record)
         if not _tell(record, nodes[0], link(), screen, operator, grace_s):
             _end_driver(folder, screen)
-        record = _closed(folder, screen) or record
+        gone = _closed(folder, screen) is None and folder.try_lock()
+        record = folder.load()
+        if gone and not settled(record):      # who drove it has ended without closing its record: killed, or its disk is full
+            _take_over(folder, record, way, screen, operator, grace_s)
     return record
+
+
+def _take_over(folder: RunFolder, record: Record, way: Way, screen: Screen, operator: str, grace_s: float) -> None:
+    """Stops a run that nobody else drives, and collects what there is."""
+    from gpurun.orchestrator import Orchestrator
+    cluster, nodes, link = way(record)
+    Orchestrator(job_on_record(record), cluster, nodes, link, folder, record, screen, operator=operator, whole=False).take_over(
+        stop=True, grace_s=grace_s, echo=False)
 
 
 def unsettled(record: Record) -> bool:

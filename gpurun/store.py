@@ -25,7 +25,7 @@ from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, 
 
 from gpurun import manifest
 from gpurun.errors import TransferError, WorkspaceError
-from gpurun.files import atomic_write, exact_bytes, free_bytes, make_private_dir, write_all
+from gpurun.files import FULL, atomic_write, exact_bytes, free_bytes, make_private_dir, write_all
 
 COPY_BYTES = 1 << 20
 FICLONE = 0x40049409            # linux/fs.h: share the blocks of another file, copied when either is written
@@ -35,7 +35,6 @@ KNOWN_S = 60.0                  # a tree that was found whole is taken to be so 
 USED_EVERY_S = 3600             # a content's time of last use is exact to this: an unchanged workspace shouldn't cost a write a file
 QUIET_S = 600.0                 # nothing is trimmed that soon after a push: what was found here may not be gone when the workdir is made
 KEEP_PARTIALS = 4
-FULL = (errno.ENOSPC, errno.EDQUOT)
 RESUME_BYTES = 4 << 20          # what broke off below this size is sent again whole
 MARK_NS = 271828000             # whole microseconds: there are file systems that keep no more
 SECOND_NS = 10 ** 9

@@ -50,9 +50,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Op
 
 from gpurun import manifest
 from gpurun.errors import GpurunError, LinkError, TransferError, WireError
-from gpurun.files import exact_bytes, free_bytes
+from gpurun.files import FULL, exact_bytes, free_bytes
 from gpurun.manifest import Entry, quote_name
-from gpurun.store import FULL, RESUME_BYTES, Incoming, Store
+from gpurun.store import RESUME_BYTES, Incoming, Store
 from gpurun.wire import Reader, Writer, decode_object
 
 IO_S = 40.0                     # no byte for this long: the link is broken. QUIC notices a dead peer after about 12 s, a laptop's sleep may take longer

@@ -1,0 +1,220 @@
+"""A full disk, on the laptop and on the node, in each phase: a clear error, nothing half-written, no job ended by it, and once there is
+room again `gpurun fetch` ends the work.
+
+The disks are small tmpfs. They are filled by making them as small as what is on them, so that a byte more or less is no matter of chance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Iterator
+
+import pytest
+from conftest import Here, end_agents, eventually
+from trees import tiny_disk
+
+from gpurun import supervise
+from gpurun.files import TEMP_PREFIX
+
+PAGE = 4096                   # what a tmpfs gives out
+SIZE = "256m"
+LINES = 30_000                # 170 kB of log
+COUNT = f"seq {LINES}"
+COUNTED = "".join(f"{number}\n" for number in range(1, LINES + 1))
+FREE = re.compile(r"[\d,]+ bytes(?: \([\d.]+ kB\))? free|free, needed are|are free|were free")
+
+
+class Disk:
+    """A disk that can be full."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def full(self, spare_pages: int = 0) -> None:
+        disk = os.statvfs(self.path)
+        self._resize((disk.f_blocks - disk.f_bfree + spare_pages) * disk.f_frsize)
+
+    def has_room(self) -> None:
+        self._resize(256 << 20)
+
+    def _resize(self, size: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(self.path)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    with tiny_disk(tmp_path / "disk", SIZE) as path:
+        yield Disk(path)
+        for run in path.glob("node/runs/*"):                     # a job that waits in a test that failed would hold the disk
+            for pid in supervise.of_run(run.name):
+                supervise.send(pid, 9)
+        end_agents(tmp_path)
+
+
+# ---- the laptop's ------------------------------------------------------------------------------------------------------------------------
+
+class Laptop:
+    """An operator whose runs are on a small disk; the node's is large."""
+
+    def __init__(self, here: Here, disk: Disk) -> None:
+        self.here, self.disk = here, disk
+        here.runs = disk.path / "runs"
+        self.options = ("--runs-dir", here.runs)
+        self.go = here.folder / "go"
+        assert here.gpurun(here.job("true", name="warm"), *self.options).returncode == 0     # the agent is up, .gitignore is there
+
+    def until_go(self, text: str = "true") -> str:
+        return f"while [ ! -e '{self.go}' ]; do sleep 0.02; done; {text}"
+
+    def node(self, name: str) -> Path:
+        """Of the run's folder on the node."""
+        return self.here.node_dir / "runs" / self.here.latest.name / name
+
+    def check_room_asked_for(self, text: str) -> None:
+        assert str(self.disk.path) in text and FREE.search(text) and "needed" in text and "Traceback" not in text, text
+
+    def check_home(self, code: int, outputs: dict[str, int]) -> None:
+        """All of it is here and says the truth."""
+        record = self.here.record()
+        assert (record["state"], record["exit_code"]) == ("FAILED" if code else "COMPLETED", code), record["reason"]
+        assert record["logs_complete"] and (self.here.latest / "stdout.log").read_text() == COUNTED
+        assert {name: (self.here.latest / "outputs" / name).stat().st_size for name in outputs} == outputs
+        assert record["outputs"] == list(outputs)
+        self.check_nothing_half()
+
+    def check_nothing_half(self) -> None:
+        left = [path for path in self.disk.path.rglob("*") if path.name.startswith((TEMP_PREFIX, ".incoming-"))]
+        assert not left
+        for path in self.here.runs.glob("*/run.json"):
+            json.loads(path.read_text())
+        for path in self.here.runs.glob("*/events.jsonl"):
+            for line in path.read_text().splitlines():
+                json.loads(line)
+
+
+@pytest.fixture
+def laptop(here: Here, disk: Disk) -> Laptop:
+    return Laptop(here, disk)
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_a_disk_that_is_full_before_the_node_has_the_run_is_an_error_and_nothing_runs(laptop, command, spare):
+    """There is room for no file, for the first record, for that and the lock."""
+    here = laptop.here
+    before, runs_there = set(here.runs.iterdir()), set((here.node_dir / "runs").iterdir())
+    laptop.disk.full(spare)
+    done = here.gpurun(command, here.job(f"touch {laptop.go}", name="early"), *laptop.options)
+    text = done.stderr.decode()
+    assert done.returncode in (2, 125) and done.stdout == b"", text
+    laptop.check_room_asked_for(text)
+    laptop.disk.has_room()
+    assert not laptop.go.exists() and set((here.node_dir / "runs").iterdir()) == runs_there
+    for left in set(here.runs.iterdir()) - before:               # what there is of it says what became of it
+        assert here.gpurun("attach", left.name, *laptop.options).returncode == 125
+    laptop.check_nothing_half()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("phase", ["queue", "push", "setup", "run", "collect"])
+def test_a_disk_that_fills_while_the_run_is_on_its_node_costs_it_nothing(laptop, phase, code):
+    here = laptop.here
+    holder = None
+    if phase == "queue":
+        holder = here.start(here.job(laptop.until_go(), name="holder"))
+        eventually(lambda: list((here.node_dir / "runs").glob("holder*/run.out")))
+    wait = {name: laptop.until_go() if name == phase else "true" for name in ("setup", "run")}
+    run = f"{wait['run']}; {COUNT}; head -c 3000000 /dev/zero > big; echo small > small; exit {code}"
+    if phase == "collect":
+        run = f"{COUNT}; {laptop.until_go()}; head -c 3000000 /dev/zero > big; echo small > small; exit {code}"
+    job = here.job(run, name="full", setup=f"{wait['setup']}; echo set", outputs=["big", "small"], folder=here.work / "full",
+                   workspace={"workdir": "."})
+    with open(job.parent / "pushed", "wb") as stream:
+        stream.truncate((60 << 20) if phase == "push" else 1)
+    process = here.start(job, "--wait", *laptop.options)
+    eventually(lambda: "full" in here.latest.name)
+    if phase == "queue":
+        eventually(lambda: laptop.node("state.json").exists() and json.loads(laptop.node("state.json").read_text())["plan"]["run"])
+    elif phase == "push":
+        eventually(lambda: here.record()["node"].get("name"))
+    elif phase == "collect":
+        eventually(lambda: (here.latest / "stdout.log").exists() and (here.latest / "stdout.log").read_text() == COUNTED)
+    else:
+        eventually(lambda: laptop.node(f"{phase}.out").exists() and here.record()["phase"] == phase)
+    laptop.disk.full()
+    laptop.go.touch()
+    out, err = process.communicate(timeout=60)
+    text = err.decode()
+    if holder is not None:
+        holder.communicate(timeout=30)
+    run_id = here.latest.name
+    assert process.returncode == (code or 125), text             # the job's own, or why a run whose job exited 0 isn't whole
+    assert out.decode() == COUNTED                               # what can't be kept is shown all the same
+    laptop.check_room_asked_for(text)
+    assert f"gpurun fetch {run_id}" in text and ("exited 0" if not code else f"exited {code}") in text
+    assert text.count("can't be written") <= 4, text             # once for each file
+    laptop.check_nothing_half()
+    for command in ("fetch", "attach"):                          # still full: said again, and nothing is lost by trying
+        again = here.gpurun(command, run_id, *laptop.options)
+        assert again.returncode == (125 if command == "fetch" else code or 125), again.stderr.decode()
+        laptop.check_room_asked_for(again.stderr.decode())
+    assert here.gpurun("status", *laptop.options).returncode == 0
+    laptop.disk.has_room()
+    done = here.gpurun("fetch", run_id, *laptop.options)
+    assert done.returncode == 0 and done.stdout.decode().split() == [f"{here.latest}/outputs/{name}" for name in ("big", "small")], done.stderr.decode()
+    laptop.check_home(code, {"big": 3_000_000, "small": 6})
+    assert (here.latest / "setup-stdout.log").read_text() == "set\n"
+    assert here.gpurun("attach", run_id, *laptop.options).returncode == code
+
+
+@pytest.mark.parametrize("env", [{}, {"SECRET": "value"}])
+def test_submit_on_a_disk_that_is_just_full_is_no_lost_run(laptop, env):
+    """There is room for the record with its node, and not for another after it."""
+    here = laptop.here
+    job = here.job(f"{COUNT}; echo small > small; exit 3", name="submitted", outputs=["small"], env=env)
+    laptop.disk.full(3)
+    done = here.gpurun("submit", job, *laptop.options)
+    run_id = here.latest.name
+    assert done.returncode == 0 and done.stdout.decode() == run_id + "\n", done.stderr.decode()
+    eventually(laptop.node("run.exit").exists)
+    laptop.disk.full()
+    done = here.gpurun("wait", run_id, *laptop.options)
+    assert done.returncode == 3 and "exited 3; its outputs were not collected" in done.stdout.decode()
+    laptop.check_room_asked_for(done.stderr.decode())
+    laptop.disk.has_room()
+    assert here.gpurun("wait", run_id, *laptop.options).returncode == 3
+    laptop.check_home(3, {"small": 6})
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_gpurun_that_ends_while_its_disk_is_full_leaves_a_run_that_can_be_picked_up(laptop, how):
+    here = laptop.here
+    job = here.job(f"{COUNT}; echo up; {laptop.until_go()}; echo small > small; exit 3", name="left", outputs=["small"])
+    process = here.start(job, *laptop.options, stderr=subprocess.DEVNULL)
+    while process.stdout.readline() != b"up\n":
+        pass
+    laptop.disk.full()
+    if how == "killed":
+        process.kill()
+        process.communicate()
+        laptop.go.touch()
+    else:
+        done = here.gpurun("stop", "latest", *laptop.options)
+        assert done.returncode == 0, done.stderr.decode()
+        process.communicate(timeout=30)
+        assert process.returncode == 130
+    run_id = here.latest.name
+    eventually(laptop.node("run.exit").exists)
+    assert here.gpurun("attach", run_id, *laptop.options).returncode == (3 if how == "killed" else 130)
+    laptop.disk.has_room()
+    done = here.gpurun("fetch", run_id, *laptop.options)
+    assert done.returncode == 0, done.stderr.decode()
+    record = here.record()
+    assert (record["state"], record["exit_code"], record["logs_complete"]) == ("FAILED", 3 if how == "killed" else 130, True)
+    assert (here.latest / "stdout.log").read_text() == COUNTED + "up\n"
+    assert (here.latest / "outputs/small").exists() == (how == "killed")
+    laptop.check_nothing_half()
