@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
@@ -13,6 +12,7 @@ from gpurun.errors import GpurunError, LinkError, RecordError
 from gpurun.records import LATEST, Listed, Record, RunFolder, all_runs, point_latest, utc_now
 from gpurun.screen import Screen
 from gpurun.stopping import Way, settled
+from gpurun.store import remove_tree
 
 AT_ONCE = 8                   # nodes that are asked at the same time
 LEAVING = ".removed-"         # a run's folder on its way out: nothing that lists runs sees it
@@ -126,17 +126,6 @@ def _remove_here(folder: RunFolder) -> None:
             point_latest(runs_dir, left[0].folder.run_id if left else None)
         for name in os.listdir(runs_dir):
             if name.startswith(LEAVING):
-                shutil.rmtree(os.path.join(runs_dir, name), onerror=_open_up)
+                remove_tree(os.path.join(runs_dir, name))
     except OSError as error:
         raise RecordError(f"{error.filename or folder.path} can't be removed: {error.strerror}. Check its owner and mode.") from error
-
-
-def _open_up(function: Callable[..., Any], path: str, _info: Any) -> None:
-    """Outputs keep their modes, so a folder may be one that nobody can write or enter: that isn't meant to keep it here."""
-    for locked in (os.path.dirname(path), path):
-        if not os.path.islink(locked):
-            os.chmod(locked, 0o700)
-    if function in (os.open, os.scandir, os.listdir, os.lstat):   # it could not be looked into
-        shutil.rmtree(path)
-    else:
-        function(path)

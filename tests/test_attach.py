@@ -104,7 +104,8 @@ def test_attach_shows_all_from_the_beginning_then_live_then_collects(warm):
     eventually(lambda: on_node(warm, run_id, "run.out") == "one\n")
     run = Running(warm, "attach", run_id)
     run.until("one")
-    assert run.process.poll() is None and "err\n" in run.err and "set\n" in run.err
+    says(run, "err\n")
+    assert run.process.poll() is None and "set\n" in run.err
     go(warm, "live")
     assert run.end() == 0 and run.out == "one\ntwo\n" and "COMPLETED" in run.err
     assert (warm.latest / "outputs/x").read_text() == "x\n" and (warm.latest / "stdout.log").read_text() == "one\ntwo\n"
