@@ -113,17 +113,13 @@ def _end_driver(folder: RunFolder, screen: Screen) -> None:
 
 
 def _closed(folder: RunFolder, screen: Screen) -> Record | None:
-    """The record once the gpurun that drives the run has closed it."""
+    """The record once the gpurun that drives the run has closed it and has gone."""
     deadline = time.monotonic() + CLOSE_S
-    while time.monotonic() < deadline:
-        record = folder.load()
-        if record.state in TERMINAL:
-            return record
-        if folder.driver() is None:
-            break
+    while folder.driver() is not None and time.monotonic() < deadline:
         screen.live_tick()
         time.sleep(0.05)
-    return None                               # it still collects
+    record = folder.load()
+    return record if record.state in TERMINAL else None   # else it still collects
 
 
 def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str, grace_s: float) -> bool:
