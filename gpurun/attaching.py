@@ -18,7 +18,7 @@ from gpurun.config import Job
 from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_TIME_LIMIT, ConfigError, GpurunError, LinkError
 from gpurun.logs import Logs, follow_local
 from gpurun.messages import TERMINAL
-from gpurun.orchestrator import Orchestrator
+from gpurun.orchestrator import KEYS, Orchestrator
 from gpurun.records import Record, RunFolder
 from gpurun.screen import Screen, end_on_ctrl_c
 from gpurun.stopping import Way, complete, job_on_record, never_given, settled, stop_run
@@ -26,7 +26,6 @@ from gpurun.stopping import Way, complete, job_on_record, never_given, settled, 
 POLL_S = 0.2
 TRIES = 8                     # in a row, before `logs -f` gives a node up
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-KEYS = {"s": "stop the job", "d": "detach: the job goes on there", "g": "go on watching"}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -121,6 +120,8 @@ class _Signals:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._count += 1
+        if self._asked or self._count > 3:    # the log that this thread shows is held back while the question stands
+            self._screen.stop_asking()
         if self._count > 3:                   # the main thread hangs, in a write that nobody reads
             os._exit(EXIT_STOPPED)
         self._inbox.put(number)
@@ -135,7 +136,7 @@ class _Signals:
             elif what in ("g", ""):           # "": nobody can answer any more
                 self._asked, self._count = False, 0
             elif what == signal.SIGINT and not self._asked and self._screen.ask(
-                    f"{self._folder.run_id}: [s]top the job, [d]etach (it goes on there), [g]o on watching?", KEYS, self._inbox.put):
+                    f"{self._folder.run_id}: what now?", KEYS, self._inbox.put):
                 self._asked, self._count = True, 0
             else:
                 self._stop()
