@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpurun.agentfile import agent_file
 from gpurun.errors import DeployError
-from gpurun.files import atomic_write, human_bytes, make_private_dir
+from gpurun.files import FULL, atomic_write, human_bytes, make_private_dir, room
 from gpurun.paths import cache_dir
 from gpurun.provider import check_endpoint
 
@@ -414,7 +414,8 @@ def start_local(node_dir: str | os.PathLike[str], operator_id: str, python: str 
         if not there.exists() or there.stat().st_size != agent.size:
             atomic_write(there, Path(agent.path).read_bytes())
     except OSError as error:
-        raise DeployError(f"{error.filename or there} can't be written: {error.strerror}. Name another folder in a cluster file: "
+        full = f" ({room(folder, agent.size)})" if error.errno in FULL else ""
+        raise DeployError(f"{error.filename or there} can't be written: {error.strerror}{full}. Name another folder in a cluster file: "
                           "[provider] kind = \"local\" and node_dir = \"/path\"") from None
     argv = _start_argv(os.path.expanduser(python) or sys.executable, str(there), folder, operator_id, f"127.0.0.1:{udp_port}",
                        str(iroh_folder().parent), relay, idle_exit_s)

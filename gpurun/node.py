@@ -25,6 +25,7 @@ EXIT_OLD_PYTHON, EXIT_NO_IROH, EXIT_NO_FOLDER, EXIT_BUSY_OTHER, EXIT_NOT_UP = 10
 START_S = 30.0                # for the agent to come up: loading iroh from a cold disk takes a few seconds
 REPLACE_S = 10.0
 LOG_CAP_BYTES = 4 << 20
+START_BYTES = 1 << 20         # what an agent writes until it is up, generously
 LOGIN_S = 15.0                # a login shell whose start files hang longer than this isn't waited for
 PROTOCOL = 1                  # wire.PROTOCOL; `start` doesn't import what it doesn't need
 
@@ -53,6 +54,12 @@ def _fail(code: int, reason: str) -> int:
     return code
 
 
+def _unwritable(error: OSError, where: str) -> str:
+    """What to say of a file that can't be written; of a full disk, how much it lacks."""
+    from gpurun.files import FULL, room
+    return f"{error.filename or where} can't be written: {error.strerror}" + (f" ({room(where, START_BYTES)})" if error.errno in FULL else "")
+
+
 # ---- start -----------------------------------------------------------------------------------------------------------------------
 
 def _start(options: argparse.Namespace) -> int:
@@ -66,7 +73,7 @@ def _start(options: argparse.Namespace) -> int:
         if options.authorize:
             _authorize(os.path.join(folder, "authorized"), options.authorize)
     except OSError as error:
-        return _fail(EXIT_NO_FOLDER, f"{error.filename or folder} can't be written: {error.strerror}")
+        return _fail(EXIT_NO_FOLDER, _unwritable(error, folder))
     known = _living(folder)
     if known is not None:
         busy, same = _claimed(folder), known["agent"] == _own_hash()
@@ -146,7 +153,7 @@ def _launch(options: argparse.Namespace, folder: str) -> int:
             os.replace(log, log + ".old")
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        return _fail(EXIT_NO_FOLDER, f"{log} can't be written: {error.strerror}")
+        return _fail(EXIT_NO_FOLDER, _unwritable(error, log))
     logged = os.fstat(output).st_size
     ready, child_end = os.pipe()
     command = [sys.executable, "-I", os.path.abspath(sys.argv[0]), "serve", "--node-dir", options.node_dir, "--bind", options.bind,
@@ -192,6 +199,7 @@ def _serve(options: argparse.Namespace) -> int:
             os.write(options.ready_fd, json.dumps(fields).encode("ascii") + b"\n")
             os.close(options.ready_fd)
 
+    sys.stderr = _Log()                      # type: ignore[assignment]
     if options.lib:
         sys.path.insert(0, options.lib)
     try:
@@ -216,7 +224,7 @@ def _serve(options: argparse.Namespace) -> int:
         endpoint = _bind(link.Link, key, options.bind, relay, _read(os.path.join(folder, "endpoint.json")).get("port"))
         agent = Agent(options.node_dir, endpoint, _own_hash(), supervisor_command(), LoginEnvironment())
     except (GpurunError, OSError) as error:
-        tell({"code": EXIT_NOT_UP, "reason": str(error)})
+        tell({"code": EXIT_NOT_UP, "reason": _unwritable(error, options.node_dir) if isinstance(error, OSError) else str(error)})
         return EXIT_NOT_UP
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))   # jobs are in sessions of their own and go on
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -227,7 +235,7 @@ def _serve(options: argparse.Namespace) -> int:
         agent.begin()
         atomic_write(os.path.join(folder, "endpoint.json"), json.dumps(known).encode("ascii"))
     except OSError as error:
-        tell({"code": EXIT_NOT_UP, "reason": f"{error.filename or folder}: {error.strerror}"})
+        tell({"code": EXIT_NOT_UP, "reason": _unwritable(error, folder)})
         return EXIT_NOT_UP
     tell(known)
     if agent.serve(options.idle_exit_s):
@@ -237,6 +245,20 @@ def _serve(options: argparse.Namespace) -> int:
             pass
     agent.close()
     return 0
+
+
+class _Log:
+    """The agent's log, in the place of stderr. What a full disk doesn't take of it is lost: nothing may end because it can't be told."""
+
+    def write(self, text: str) -> int:
+        try:
+            os.write(2, text.encode("utf-8", "backslashreplace"))
+        except OSError:
+            pass
+        return len(text)
+
+    def flush(self) -> None:
+        pass
 
 
 def _lock(path: str, patience_s: float) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
 from gpurun import manifest, messages, supervise, wire
 from gpurun.errors import GpurunError, TransferError, WireError
-from gpurun.files import TEMP_PREFIX, append_line, atomic_write, exact_bytes, free_bytes, make_private_dir, read_json
+from gpurun.files import TEMP_PREFIX, append_line, atomic_write, exact_bytes, free_bytes, make_private_dir, read_json, room
 from gpurun.messages import CollectOutputs, Detach, JobExited, MaterializeWorkspace, NodeFault, OutputsCollected, RunJob, RunSetup
 from gpurun.messages import SetupCompleted, StopJob, WorkspaceMaterialized
 from gpurun.store import Store
@@ -36,6 +36,7 @@ VERSION = 1
 FULL_BYTES = 1 << 20          # with less free than this, what the phase wrote last may be missing
 ADOPTED_POLL_S = 0.1          # a supervisor that an earlier agent started can't be waited for, only looked at
 STARTS = 3                    # of a phase whose supervisor is gone each time before it has begun the command
+RECORDS_BYTES = 64 << 10      # what a run writes about itself, generously
 REASON_SHOWN = 200            # of a fault, in a list of many runs
 
 
@@ -135,12 +136,12 @@ class NodeRun:
             make_private_dir(folder)
         except OSError as error:
             raise TransferError(f"the run's folder {folder} could not be made on the node: {error.strerror} "
-                                f"({exact_bytes(free_bytes(store.root))} free)") from None
+                                f"({room(store.root, RECORDS_BYTES)})") from None
         store.forget()
         run = cls(store, folder, state, **parts)
         run._began_phase()
         if not run._save():
-            raise TransferError(f"nothing can be written in {folder} on the node ({exact_bytes(free_bytes(store.root))} free): make room there")
+            raise TransferError(f"nothing can be written in {folder} on the node ({room(store.root, RECORDS_BYTES)}): make room there")
         return run
 
     @classmethod
@@ -389,7 +390,7 @@ class NodeRun:
             if not self.can_finish_alone:
                 return False
             if self._unsaved and not self.over and not self._save():
-                raise TransferError(f"the plan can't be written in {self.folder} on the node ({exact_bytes(free_bytes(self._store.root))} free): "
+                raise TransferError(f"the plan can't be written in {self.folder} on the node ({room(self._store.root, RECORDS_BYTES)}): "
                                     "stay with the run, or make room there and detach again")
             return True
 
@@ -457,7 +458,7 @@ class NodeRun:
         except GpurunError as error:
             fault = str(error)
         except OSError as error:
-            fault = f"{error.strerror or error} ({error.filename}; {exact_bytes(free_bytes(self._store.root))} free in {self._store.root})"
+            fault = f"{error.filename or 'the run'} failed on the node: {error.strerror or error} ({room(self._store.root, RECORDS_BYTES)})"
         except Exception as error:             # else the node would be busy for ever
             fault = f"{type(error).__name__}: {error}. This is a bug in gpurun"
         with self.changed:
@@ -592,8 +593,8 @@ class NodeRun:
             if not self._save():               # an agent after this one would start it a second time
                 self._state["supervised"] = None
                 self._supervisors.send_home(process)
-                raise GpurunError(f"the {phase} was not started: that it runs couldn't be written in {self.folder} "
-                                  f"({exact_bytes(free_bytes(self._store.root))} free)")
+                raise GpurunError(f"the {phase} was not started: that it runs couldn't be written in {self.folder} on the "
+                                  f"node ({room(self._store.root, RECORDS_BYTES)}). Make room there, and run again")
             self._supervisors.give(process, {"folder": self.folder, "phase": phase, "command": command.command, "umask": 0o022,
                                              "workdir": self.workdir, "env": environment})
             self._began_phase()

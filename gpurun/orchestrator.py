@@ -79,6 +79,7 @@ class Orchestrator:
         self._tail: int | None = None         # lines of each log that a taker-over wants to see of the past, None: all
         self._past_shown = False
         self._warned: set[str] = set()
+        self._last_word_until = 0.0           # a node that was told to stop what we gave up is heard until then
         self._unkept = ""                     # why the record isn't on the disk as it is
         self._followed = self._pulled = self._writing = False
         self._collected: OutputsCollected | None = None
@@ -314,6 +315,8 @@ class Orchestrator:
             return True
         if self._fsm.state not in TERMINAL or self._taking_over and not self._greeted:
             return False
+        if time.monotonic() < self._last_word_until and self._contact.session is not None:
+            return False
         if self._followed or self._detach or not (self._record.node_dir or self._taking_over):
             return True
         patience = LOGS_S if self._fsm.exit_code is not None else FAULT_LOGS_S
@@ -398,6 +401,8 @@ class Orchestrator:
 
     def _said(self, message: Any) -> None:
         self._contact.heard()
+        if isinstance(message, (JobExited, NodeFault, Refused)):
+            self._last_word_until = 0.0
         if isinstance(message, Sample):
             self._folder.append_event({"sample": message.values})
         elif isinstance(message, Busy):
@@ -622,6 +627,7 @@ class Orchestrator:
         if isinstance(outcome, LinkError):
             self._again("push", outcome)
         elif isinstance(outcome, GpurunError):
+            self._last_word_until = time.monotonic() + FAULT_LOGS_S   # or the next gpurun would find the node busy with this run
             self._give_up(str(outcome))
 
     def _follow_logs(self, session: Session) -> None:

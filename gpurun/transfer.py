@@ -52,7 +52,7 @@ from gpurun import manifest
 from gpurun.errors import GpurunError, LinkError, TransferError, WireError
 from gpurun.files import FULL, exact_bytes, free_bytes
 from gpurun.manifest import Entry, quote_name
-from gpurun.store import RESUME_BYTES, Incoming, Store
+from gpurun.store import RESERVE_BYTES, RESUME_BYTES, Incoming, Store
 from gpurun.wire import Reader, Writer, decode_object
 
 IO_S = 40.0                     # no byte for this long: the link is broken. QUIC notices a dead peer after about 12 s, a laptop's sleep may take longer
@@ -332,7 +332,7 @@ def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: 
         finally:
             listing.drop()
     except OSError as error:
-        raise _not_stored("the workspace's listing", error, store, 0) from None
+        raise _not_stored("the workspace's listing", error, store, RESERVE_BYTES) from None
 
 
 def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, arrived: Callable[[str], None]) -> None:

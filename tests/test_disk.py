@@ -35,6 +35,7 @@ class Disk:
         self.path = path
 
     def full(self, spare_pages: int = 0) -> None:
+        (self.path / "one").write_text("page")                     # a size of 0 would be no limit
         disk = os.statvfs(self.path)
         self._resize((disk.f_blocks - disk.f_bfree + spare_pages) * disk.f_frsize)
 
@@ -218,3 +219,164 @@ def test_a_gpurun_that_ends_while_its_disk_is_full_leaves_a_run_that_can_be_pick
     assert (here.latest / "stdout.log").read_text() == COUNTED + "up\n"
     assert (here.latest / "outputs/small").exists() == (how == "killed")
     laptop.check_nothing_half()
+
+
+# ---- the node's ----------------------------------------------------------------------------------------------------------------------------
+
+class OnNode:
+    """An operator with room, whose node's folder is on a small disk."""
+
+    def __init__(self, here: Here, disk: Disk) -> None:
+        self.here, self.disk, self.folder = here, disk, disk.path / "node"
+        self.go = here.folder / "go"
+        (here.work / "cluster.toml").write_text(f'[provider]\nkind = "local"\nnode_dir = "{self.folder}"\n')
+
+    def until_go(self, text: str = "true") -> str:
+        return f"while [ ! -e '{self.go}' ]; do sleep 0.02; done; {text}"
+
+    def warm(self) -> None:
+        assert self.here.gpurun(self.here.job("true", name="warm")).returncode == 0
+
+    def workspace(self, name: str, size: int, run: str = "wc -c < data", **keys: Any) -> Path:
+        job = self.here.job(run, name=name, folder=self.here.work / name, workspace={"workdir": "."}, **keys)
+        (job.parent / "cluster.toml").write_text((self.here.work / "cluster.toml").read_text())
+        with open(job.parent / "data", "wb") as stream:
+            stream.truncate(size)
+        return job
+
+    def refused(self, *args: Any) -> str:
+        """The error of a command that ends because there is no room; nothing of it ran."""
+        done = self.here.gpurun(*args)
+        text = done.stderr.decode()
+        assert done.returncode == 125 and done.stdout == b"", text
+        assert str(self.folder) in text and FREE.search(text) and "needed" in text, text
+        return text
+
+    def check_works_again(self) -> None:
+        """With room: the next run is as any, and nothing half-written is left."""
+        self.disk.has_room()
+        done = self.here.gpurun(self.workspace("again", 1000))
+        assert done.returncode == 0 and done.stdout.split() == [b"1000"], done.stderr.decode()
+        eventually(lambda: not [path for path in self.folder.rglob("*") if path.name.startswith(TEMP_PREFIX) or path.name == "work.new"])
+        assert not list((self.folder / "cache/incoming").iterdir())
+
+
+@pytest.fixture
+def on_node(here: Here, disk: Disk) -> OnNode:
+    return OnNode(here, disk)
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_a_full_node_takes_no_agent(on_node, command):
+    on_node.disk.full()
+    on_node.refused(command, on_node.here.job("true"))
+    on_node.check_works_again()
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+@pytest.mark.parametrize("spare", [0, 1, 2, 3])
+def test_a_full_node_takes_no_run(on_node, command, spare):
+    """There is no room at all, for the run's state, for that beside the old one, and so on. What was begun is not called a success."""
+    on_node.warm()
+    on_node.disk.full(spare)
+    job = on_node.workspace("none", 1 << 20)
+    on_node.refused(command, job)
+    if command == "run":
+        assert on_node.here.record()["state"] == "FAILED"
+    on_node.check_works_again()
+
+
+def test_a_workspace_without_room_is_refused_before_it_is_sent_or_in_the_middle(on_node):
+    on_node.warm()
+    job = on_node.workspace("large", 60 << 20)
+    on_node.disk.full((70 << 20) // PAGE)                          # what is kept free for logs and records isn't there for it
+    assert "no room for the workspace" in on_node.refused(job) and on_node.here.record()["bytes"]["pushed"] == 0
+    on_node.disk.has_room()
+    process = on_node.here.start(job)
+    eventually(lambda: any(path.stat().st_size > 1 << 20 for path in (on_node.folder / "cache/incoming").iterdir()))
+    on_node.disk.full((16 << 20) // PAGE)                          # it grows meanwhile, up to here
+    err = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 125 and str(on_node.folder) in err and "are free and" in err and "still needed" in err, err
+    on_node.check_works_again()
+
+
+def test_a_workspace_that_is_there_and_has_no_room_for_its_workdir(on_node):
+    job = on_node.workspace("there", 5 << 20)
+    assert on_node.here.gpurun(job).returncode == 0
+    on_node.disk.full(100)
+    text = on_node.refused(job)
+    assert "were free and" in text and "/work on the node" in text
+    on_node.check_works_again()
+
+
+@pytest.mark.parametrize("phase", ["setup", "run"])
+def test_a_phase_that_fills_the_disk_has_its_own_exit_code_and_all_that_it_wrote_comes_home(on_node, phase):
+    fill = "echo some; dd if=/dev/zero of=fill bs=64k; rm -f nothing; echo more; exit 3"
+    job = on_node.workspace("filler", 10, run=fill if phase == "run" else "true", setup=fill if phase == "setup" else "echo set", outputs=["data"])
+    on_node.warm()
+    on_node.disk.full((20 << 20) // PAGE + (64 << 20) // PAGE)
+    done = on_node.here.gpurun(job)
+    record = on_node.here.record()
+    assert done.returncode == 3 and record["state"] == "FAILED" and record["exit_code"] == 3, done.stderr.decode()
+    assert "the node's disk is full" in record["reason"] and str(on_node.folder) in record["reason"] and "0 bytes free" in record["reason"]
+    assert record["outputs"] == ["data"] and (on_node.here.latest / "outputs/data").stat().st_size == 10 and record["logs_complete"]
+    log = on_node.here.latest / ("stdout.log" if phase == "run" else "setup-stdout.log")
+    assert log.read_text().startswith("some\n")                    # its page had room for "more" as well
+    on_node.disk.has_room()
+    assert on_node.here.gpurun("attach", "latest").returncode == 3
+    assert on_node.here.gpurun("fetch", "latest").returncode == 0
+    on_node.check_works_again()
+
+
+def test_a_log_that_fills_the_disk_ends_the_writer_and_not_the_truth(on_node):
+    on_node.warm()
+    on_node.disk.full((4 << 20) // PAGE)
+    done = on_node.here.gpurun(on_node.here.job("seq 10000000; echo $? > code; exit 4", name="talker"))
+    record = on_node.here.record()
+    assert done.returncode == 4 and "the node's disk is full" in record["reason"] and record["logs_complete"], record["reason"]
+    numbers = (on_node.here.latest / "stdout.log").read_bytes()
+    assert numbers == done.stdout and len(numbers) > 3 << 20
+    assert numbers == "".join(f"{number}\n" for number in range(1, 1_000_000)).encode()[:len(numbers)]
+    on_node.check_works_again()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_disk_that_fills_under_a_left_run_and_its_agent_keeps_the_truth(on_node, killed):
+    """The disk fills while the job runs; the agent may be killed then. With room again the next command has it all."""
+    here = on_node.here
+    job = here.job(f"{COUNT}; {on_node.until_go()}; echo late; exit 5", name="left")
+    done = here.gpurun("submit", job)
+    run_id = done.stdout.decode().strip()
+    there = on_node.folder / "runs" / run_id
+    eventually(lambda: (there / "run.out").exists() and (there / "run.out").stat().st_size == len(COUNTED))
+    on_node.disk.full()
+    if killed:
+        os.kill(here.agent(on_node.folder)["pid"], 9)
+    on_node.go.touch()
+    eventually((there / "run.exit").exists)
+    if killed:
+        on_node.refused("attach", run_id)
+        assert here.record()["state"] != "COMPLETED"
+    else:
+        assert here.gpurun("attach", run_id).returncode == 5
+    on_node.disk.has_room()
+    assert here.gpurun("fetch", run_id).returncode == 0
+    record = here.record()
+    assert (record["state"], record["exit_code"], record["logs_complete"]) == ("FAILED", 5, True)
+    assert (here.latest / "stdout.log").read_text() == COUNTED + "late\n"
+    on_node.check_works_again()
+
+
+def test_a_run_whose_turn_comes_on_a_full_disk_is_not_begun_and_says_why(on_node):
+    here = on_node.here
+    holder = here.gpurun("submit", here.job(on_node.until_go(), name="holder")).stdout.decode().strip()
+    waits = here.gpurun("submit", here.job("touch ran", name="waits")).stdout.decode().strip()
+    eventually(lambda: (on_node.folder / "runs" / waits / "work").exists())
+    on_node.disk.full()
+    on_node.go.touch()
+    done = here.gpurun("attach", waits)
+    text = done.stderr.decode()
+    assert done.returncode == 125 and "was not started" in text and str(on_node.folder) in text and FREE.search(text) and "needed" in text, text
+    assert here.gpurun("attach", holder).returncode == 0
+    assert not (on_node.folder / "runs" / waits / "work/ran").exists()
+    on_node.check_works_again()
