@@ -9,7 +9,7 @@ import signal
 import pytest
 from conftest import eventually
 from test_attach import go, nothing_goes_on, on_node, submit, until   # noqa: F401 (a fixture)
-from test_stop import Running
+from running import Running
 
 
 def fetched(done) -> list[str]:

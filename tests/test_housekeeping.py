@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import eventually
 from test_attach import go, nothing_goes_on, on_node, submit, until   # noqa: F401 (a fixture)
-from test_stop import Running, gone
+from running import Running, gone
 
 
 def row(done, run_id: str) -> str:

@@ -12,72 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Here, eventually, toml
+from conftest import eventually, toml
+from running import BOUND_S, Running, gone, nothing_goes_on
 
 from gpurun import supervise
 
-BOUND_S = 15.0   # nothing here takes its job longer than the grace period
-
-
-class Running:
-    """A gpurun in a process of its own, whose stderr is read as it comes."""
-
-    alive: list["Running"] = []
-
-    def __init__(self, here: Here, *args, **options) -> None:
-        # A shell that starts the tests in the background makes them ignore SIGINT, and what they start with them.
-        self.process = here.start(*args, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)
-        self.said, self.printed = [], []
-        self.alive.append(self)
-        self.readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in
-                        ((self.process.stderr, self.said), (self.process.stdout, self.printed)) if pair[0] is not None]
-        for reader in self.readers:
-            reader.start()
-
-    def _read(self, stream, lines) -> None:
-        for line in iter(stream.readline, b""):
-            lines.append(line.decode(errors="replace"))
-
-    def until(self, text: str) -> None:
-        """Returns as soon as gpurun said something with `text`, or the job printed the line `text`."""
-        def there() -> bool:
-            return any(text in line for line in self.said[1:]) or text + "\n" in self.said + self.printed
-        eventually(lambda: there() or self.process.poll() is not None)
-        assert there(), self.err
-
-    def signal(self, number: int) -> "Running":
-        self.process.send_signal(number)
-        return self
-
-    def end(self) -> int:
-        code = self.process.wait(BOUND_S)
-        for reader in self.readers:
-            reader.join(10)
-        assert "Traceback" not in self.err, self.err
-        return code
-
-    @property
-    def err(self) -> str:
-        return "".join(self.said)
-
-    @property
-    def out(self) -> str:
-        return "".join(self.printed)
-
-
-@pytest.fixture(autouse=True)
-def nothing_goes_on(warm):
-    """A test that fails half-way must not keep the node from the next one."""
-    yield
-    for run in Running.alive:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
-    Running.alive.clear()
-    for folder in (warm.node_dir / "runs").iterdir() if (warm.node_dir / "runs").exists() else ():
-        for pid in supervise.of_run(folder.name):
-            supervise.send(pid, signal.SIGKILL)
-
+pytestmark = pytest.mark.usefixtures(nothing_goes_on.__name__)
 
 COUNTER = "i=0; while :; do i=$((i+1)); echo $i; echo $i >> count; sleep 0.02; done"
 
@@ -85,10 +25,6 @@ COUNTER = "i=0; while :; do i=$((i+1)); echo $i; echo $i >> count; sleep 0.02; d
 def last(counted: Path) -> int:
     """The last number that the counter wrote to its own file."""
     return int(counted.read_text().split()[-1])
-
-
-def gone(run_id: str) -> bool:
-    return not supervise.of_run(run_id)
 
 
 def big_workspace(warm, name: str, size: int) -> Path:
