@@ -1,9 +1,9 @@
 """Contact with one node, kept through losses: watches the session, and connects again when it is gone.
 
-`membership` decides; here is what it asks for: pings, the line for a loss and the one for the return, new sessions in a thread. The direct way is
-tried first, then the indirect one: SSH (or, for this machine, its processes), which looks after the agent and starts it again. All methods
-but the thread's run in the owner's thread; the thread's news lands in the owner's inbox as `("reconnected", None, session)`, `("vouched", …)`
-and `("unreached", None, error)`, and the owner hands them to the methods of those names.
+`membership` decides; here is what it asks for: pings, the line for a loss and the one for the return, new sessions by threads. The direct way is
+tried first, then the indirect one beside it: SSH (or, for this machine, its processes), which looks after the agent and starts it again. All
+methods but the threads' run in the owner's thread; the threads' news lands in the owner's inbox as `("reconnected", None, session)`,
+`("vouched", …)` and `("unreached", None, error)`, and the owner hands them to the methods of those names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Callable
 
 from gpurun import membership
-from gpurun.errors import GpurunError, LinkError, RefusedError
+from gpurun.errors import GpurunError, LinkError, LinkTimeoutError, RefusedError
 from gpurun.link import Link
 from gpurun.messages import Ping
 from gpurun.provider import Node
@@ -23,8 +23,12 @@ from gpurun.session import Session, dial
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 REFUSALS = 2                  # by an agent that was told each time to take us
-REDEPLOY_AFTER = 1            # failed dials before the indirect way is gone
-DIAL_AGAIN_S = 10.0
+DIAL_AGAIN_S, DIAL_LEAST_S = 10.0, 2.0
+INDIRECT_AT_ONCE_S = 60.0     # with less patience than this, waiting for a dial in vain would leave no time to ask on the other way
+
+
+class _BlockedError(LinkError):
+    """The node was there on the other way, and no packet of ours gets to its agent."""
 
 
 class Contact:
@@ -36,10 +40,12 @@ class Contact:
         self.session: Session | None = None
         self._link, self._inbox, self._screen, self._lost, self._hopeless = link, inbox, screen, lost, hopeless
         self._member = membership.Member(time.monotonic(), membership.Limits(lost_after_s=lost_after_s))
+        self._lost_after_s = lost_after_s
         self._refusals = 0
+        self._blocked_said = False
 
     def connected(self, session: Session) -> None:
-        self.session = session
+        self.session, self._blocked_said = session, False
         self._see(membership.Connected(time.monotonic()))
 
     def say(self, *messages: Any) -> None:
@@ -86,6 +92,9 @@ class Contact:
     def unreached(self, error: GpurunError) -> None:
         """A try failed. An agent that refuses us and a host that doesn't let us in to tell it: nothing more will come."""
         self._see(membership.Indirect(time.monotonic(), False, str(error)))
+        if isinstance(error, _BlockedError) and not self._blocked_said:
+            self._blocked_said = True
+            self._screen.warn(str(error))
         if self._refusals and not isinstance(error, LinkError):
             self._hopeless(f"{self.node.name} refused this operator, and the agent there could not be told of it: {error}")
 
@@ -101,7 +110,7 @@ class Contact:
                 self._screen.say(f"{self.node.name} is back after {self._member.back_after_s:.0f} s")
             elif action == membership.DROP:
                 self.drop()
-                threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
+                self._seek()
             elif action == membership.LOST:
                 self._lost(self._member.reason)
 
@@ -111,18 +120,52 @@ class Contact:
         else:
             self.say(Ping(1))
 
-    def _reconnect(self) -> None:
-        """Tries until it works or the process ends."""
-        node, attempt = self.node, REDEPLOY_AFTER if self._refusals else 0
-        while True:
-            time.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+    def _seek(self) -> None:
+        """Looks for the node until there is a session or the process ends, on both ways at once: one that is blocked holds up no other. An agent
+        that refuses us must be told to take us before it is asked again."""
+        over, lock = threading.Event(), threading.Lock()
+        at_once = self._refusals or self._lost_after_s < INDIRECT_AT_ONCE_S or self.node.cached_endpoint() is None
+        ways = [(True, RETRY_S[0] if at_once else RETRY_S[0] + DIAL_AGAIN_S)]
+        if not self._refusals:
+            ways.append((False, RETRY_S[0]))
+        for indirect, first_s in ways:
+            threading.Thread(target=self._try, args=(indirect, first_s, over, lock), name="reconnect", daemon=True).start()
+
+    def _try(self, indirect: bool, first_s: float, over: threading.Event, lock: threading.Lock) -> None:
+        """One way, again and again. Short patience makes short tries: the node must have its say several times before it is spent."""
+        node, tries, pause_s = self.node, 0, first_s
+        dial_s = min(DIAL_AGAIN_S, max(self._lost_after_s / 4, DIAL_LEAST_S))
+
+        def tell(kind: str, item: Any) -> bool:
+            """Puts news into the inbox, unless the other way was faster."""
+            with lock:
+                if over.is_set():
+                    return False
+                if kind == "reconnected":
+                    over.set()
+                self._inbox.put((kind, None, item))
+                return True
+
+        while not over.wait(pause_s):
+            vouched = False
             try:
-                endpoint = node.cached_endpoint()
-                if endpoint is None or attempt >= REDEPLOY_AFTER:
+                if indirect:
                     endpoint = node.deploy(lambda text: None, lambda name, done, total: None)
-                    self._inbox.put(("vouched", None, None))
-                self._inbox.put(("reconnected", None, dial(self._link(), endpoint, self._inbox, DIAL_AGAIN_S)))
-                return
+                    vouched = tell("vouched", None)
+                else:
+                    endpoint = node.cached_endpoint()
+                if endpoint is not None and not over.is_set():
+                    session = dial(self._link(), endpoint, self._inbox, dial_s)
+                    if not tell("reconnected", session):
+                        session.close()
+                    return
+            except LinkTimeoutError as error:
+                tell("unreached", self._blocked(error) if vouched else error)
             except (GpurunError, OSError) as error:
-                attempt += 1
-                self._inbox.put(("unreached", None, error if isinstance(error, GpurunError) else LinkError(str(error.strerror or error))))
+                tell("unreached", error if isinstance(error, GpurunError) else LinkError(str(error.strerror or error)))
+            pause_s = min(RETRY_S[min(tries, len(RETRY_S) - 1)], self._lost_after_s / 10)
+            tries += 1
+
+    def _blocked(self, error: LinkError) -> LinkError:
+        way = "its agent runs" if self.node.kind == "local" else "it answers over SSH"
+        return _BlockedError(f"{self.node.name}: {way}, but no UDP gets through to it ({error}); the run goes on there, still trying")
