@@ -391,7 +391,8 @@ class Agent:
     def _follow(self, channel: transfer.Channel, header: Dict[str, Any], run: NodeRun) -> None:
         over = run.over                      # asked before the logs are read: then what is read is all of them
         kept = transfer.serve_follow(channel, header, run.folder, lambda: run.over, run.wait_change)
-        if "tail" not in header and (over or header.get("live", True) is not False):
+        to_the_end = over or header.get("live", True) is not False
+        if kept or to_the_end and "tail" not in header and set(header["offsets"]) == set(transfer.LOGS):
             run.logs_taken(kept)
 
     def _pull(self, channel: transfer.Channel, header: Dict[str, Any], run: NodeRun) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
@@ -637,16 +638,25 @@ class Orchestrator:
         run_id, kept = self._fsm.run_id, None
         if self._taking_over:                 # a node that was left alone keeps the run until it knows that its logs are here
             kept = lambda sizes: not self._logs.behind(sizes)
-        sizes = transfer.follow(session.transfer(), run_id, self._shown, self._take_log, self._tail, kept=kept)
-        behind = self._logs.behind(sizes)     # a disk that was full for a while, or a tail that was asked for
+        if self._tail is None and self._shown == self._logs.kept:
+            sizes = transfer.follow(session.transfer(), run_id, self._shown, self._take_log, kept=kept)
+        else:                                 # what is shown and what is kept are at different places: a tail, a disk that was full
+            showing = ThreadPoolExecutor(1, "show").submit(
+                lambda: transfer.follow(session.transfer(), run_id, self._shown, self._show_log, self._tail))
+            sizes = transfer.follow(session.transfer(), run_id, dict(self._logs.kept), self._keep_log, kept=kept)
+            showing.result()
+        behind = self._logs.behind(sizes)     # a disk that was full for a while
         if behind:
             transfer.follow(session.transfer(), run_id, behind, self._keep_log, live=False, kept=kept)
         self._record.logs_complete = not self._logs.behind(sizes)
 
     def _take_log(self, name: str, position: int, data: bytes) -> None:
-        """Keeps and shows a piece. A reader that pauses holds us up here, and through the stream the node's sending: never the job."""
-        self._writing = True
         self._keep_log(name, position, data)
+        self._show_log(name, position, data)
+
+    def _show_log(self, name: str, position: int, data: bytes) -> None:
+        """A reader that pauses holds us up here, and through the stream the node's sending: never the job."""
+        self._writing = True
         self._tail, self._shown[name] = None, position + len(data)
         if self._echo:
             self._show(name, data)

@@ -73,7 +73,7 @@ class Operator:
 
     def logs(self, known: dict[str, Any], run_id: str, keeps: bool = False) -> bytes:
         connection, out = self.dial(known, wire.TRANSFER_ALPN), []
-        transfer.follow(connection.open(WAIT_S), run_id, {"run.out": 0}, lambda name, position, data: out.append(data),
+        transfer.follow(connection.open(WAIT_S), run_id, dict.fromkeys(transfer.LOGS, 0), lambda name, position, data: name == "run.out" and out.append(data),
                         kept=(lambda sizes: True) if keeps else None)
         connection.close()
         return b"".join(out)
