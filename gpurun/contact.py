@@ -23,7 +23,10 @@ from gpurun.session import Session, dial
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 REFUSALS = 2                  # by an agent that was told each time to take us
-DIAL_AGAIN_S, DIAL_LEAST_S = 10.0, 2.0
+DIAL_AGAIN_S, DIAL_LEAST_S = 10.0, 2.0   # of an agent that was just looked after
+DIRECT_S = 4.0                # and of one that may be out of reach: QUIC sends its first packet after 0, 1 and 3 s, and then too seldom
+DIRECT_PAUSE_S = 1.0
+INDIRECT_AFTER_S = 10.0       # a login may ask somebody for a code, so a short loss must do without
 INDIRECT_AT_ONCE_S = 60.0     # with less patience than this, waiting for a dial in vain would leave no time to ask on the other way
 
 
@@ -42,6 +45,7 @@ class Contact:
         self._member = membership.Member(time.monotonic(), membership.Limits(lost_after_s=lost_after_s))
         self._lost_after_s = lost_after_s
         self._refusals = 0
+        self._rtt_s = 0.0                     # as it was last
         self._blocked_said = False
 
     def connected(self, session: Session) -> None:
@@ -62,7 +66,9 @@ class Contact:
 
     def tick(self) -> None:
         """Several times a second."""
-        self._see(membership.Tick(time.monotonic(), self.session.rtt_s() if self.session is not None else 0.0))
+        if self.session is not None:
+            self._rtt_s = self.session.rtt_s() or self._rtt_s
+        self._see(membership.Tick(time.monotonic(), self._rtt_s))
 
     def hurry(self, patience_s: float) -> None:
         """Something has to be delivered, and only for so long."""
@@ -125,7 +131,7 @@ class Contact:
         that refuses us must be told to take us before it is asked again."""
         over, lock = threading.Event(), threading.Lock()
         at_once = self._refusals or self._lost_after_s < INDIRECT_AT_ONCE_S or self.node.cached_endpoint() is None
-        ways = [(True, RETRY_S[0] if at_once else RETRY_S[0] + DIAL_AGAIN_S)]
+        ways = [(True, RETRY_S[0] if at_once else RETRY_S[0] + INDIRECT_AFTER_S)]
         if not self._refusals:
             ways.append((False, RETRY_S[0]))
         for indirect, first_s in ways:
@@ -134,7 +140,8 @@ class Contact:
     def _try(self, indirect: bool, first_s: float, over: threading.Event, lock: threading.Lock) -> None:
         """One way, again and again. Short patience makes short tries: the node must have its say several times before it is spent."""
         node, tries, pause_s = self.node, 0, first_s
-        dial_s = min(DIAL_AGAIN_S, max(self._lost_after_s / 4, DIAL_LEAST_S))
+        dial_s = min(DIAL_AGAIN_S, max(self._lost_after_s / 4, DIAL_LEAST_S)) if indirect else DIRECT_S
+        dial_s += min(3 * self._rtt_s, DIAL_AGAIN_S)
 
         def tell(kind: str, item: Any) -> bool:
             """Puts news into the inbox, unless the other way was faster."""
@@ -163,7 +170,7 @@ class Contact:
                 tell("unreached", self._blocked(error) if vouched else error)
             except (GpurunError, OSError) as error:
                 tell("unreached", error if isinstance(error, GpurunError) else LinkError(str(error.strerror or error)))
-            pause_s = min(RETRY_S[min(tries, len(RETRY_S) - 1)], self._lost_after_s / 10)
+            pause_s = min(RETRY_S[min(tries, len(RETRY_S) - 1)], self._lost_after_s / 10 if indirect else DIRECT_PAUSE_S)
             tries += 1
 
     def _blocked(self, error: LinkError) -> LinkError:
