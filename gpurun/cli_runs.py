@@ -117,7 +117,7 @@ def _alive(folder: Any, record: Any) -> str:
         return ""
     if folder.driver() is not None:
         return record.phase
-    return f"{record.phase} {'(detached)' if record.detached else '(no gpurun here drives it)'}".strip()
+    return "detached" if record.detached else f"{record.phase} (no gpurun here drives it)".strip()
 
 
 def _seen(record: Any) -> str:
@@ -138,7 +138,18 @@ def _seen(record: Any) -> str:
         how = "its node doesn't have it (any more)"
     else:
         how = f"{phase}{since}"
-    return f"{how}, as of {seen.get('at', '')}"
+    return f"{how}{_ago(seen.get('at', ''))}"
+
+
+def _ago(at: str) -> str:
+    """How old a time of this machine's own clock is."""
+    from datetime import datetime, timezone
+    from gpurun.screen import duration
+    try:
+        seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(at.replace("Z", "+00:00"))).total_seconds()
+    except (ValueError, TypeError, AttributeError):
+        return ""
+    return f" (asked {duration(seconds, whole=True)} ago)"
 
 
 # ---- logs --------------------------------------------------------------------------------------------------------------------------
@@ -170,7 +181,7 @@ def logs(run_name: str, follow: bool, tail: int | None, setup: bool, cluster: st
         (reading.follow if follow else reading.read)(tail)
         record = folder.load()
         if not follow and record.state not in ("COMPLETED", "FAILED"):
-            screen.say(f"the run is {record.state} ({record.phase or 'not begun'}): this is what there is so far")
+            screen.say(f"{record.run_id} isn't over: this is what there is so far")
     finally:
         screen.close()
     return 0

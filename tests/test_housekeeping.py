@@ -43,7 +43,7 @@ def test_refresh_asks_the_node_once_and_keeps_what_it_said(warm):
     queued = submit(warm, warm.job("true", name="queued"))
     eventually(lambda: on_node(warm, running, "run.out") == "up\n")
     before = warm.gpurun("status")
-    assert all("(detached)" in row(before, run_id) for run_id in (ended, running, queued)) and b"as of" not in before.stdout
+    assert all("detached" in row(before, run_id) for run_id in (ended, running, queued)) and b"asked" not in before.stdout
     done = warm.gpurun("status", "--refresh")
     assert done.returncode == 0 and done.stderr == b""
     assert "ended with exit code 3" in row(done, ended) and "gpurun fetch" in row(done, ended)
@@ -54,7 +54,7 @@ def test_refresh_asks_the_node_once_and_keeps_what_it_said(warm):
     go(warm, "refresh")
     assert warm.gpurun("wait", ended, running, queued).returncode == 3
     done = warm.gpurun("status", "--refresh")
-    assert b"as of" not in done.stdout and "exited 3" in row(done, ended)
+    assert b"asked" not in done.stdout and "exited 3" in row(done, ended)
 
 
 def test_refresh_while_a_gpurun_drives_the_run_leaves_its_record_alone(warm):
