@@ -350,6 +350,65 @@ def test_waiting_for_a_quiet_job_costs_next_to_nothing_on_both_sides_and_nothing
         assert shell.wait(20) == (0 if name == "logs -f" else 130), name
 
 
+# ---- 200 runs --------------------------------------------------------------------------------------------------------------------------------
+
+# What a gpurun opens and whom it calls, a line each. Links are iroh's: no audit event tells of them.
+WATCHED = """\
+import os, sys
+book = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def note(what):
+    os.write(book, (what + "\\n").encode("utf-8", "backslashreplace"))
+def audit(event, arguments):
+    if event == "open" and isinstance(arguments[0], str):
+        note("open " + arguments[0])
+    elif event.startswith(("socket.", "subprocess.")):
+        note(event)
+if "--refresh" in sys.argv:
+    from gpurun.link import Link
+    def dial_all(self, peer, addresses, alpns, *arguments, was=Link.dial_all):
+        note("connect " + " ".join(alpn.decode() if isinstance(alpn, bytes) else alpn for alpn in alpns))
+        return was(self, peer, addresses, alpns, *arguments)
+    Link.dial_all = dial_all                                        # `dial` is this for one protocol
+sys.addaudithook(audit)
+from gpurun.cli import main
+main()
+"""
+
+
+def watched(here: Here, *args: Any) -> tuple[list[dict[str, Any]], list[str], float]:
+    """The objects that `gpurun … --json` prints, what it did meanwhile, and how long it took."""
+    book = here.folder / "book"
+    book.unlink(missing_ok=True)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", WATCHED, book, *args, "--json"], cwd=here.work, env=here.env, capture_output=True, timeout=60)
+    took = time.monotonic() - began
+    assert done.returncode == 0 and not done.stderr, done.stderr.decode()
+    return [json.loads(line) for line in done.stdout.splitlines()], book.read_text().splitlines(), took
+
+
+def test_200_detached_runs_are_listed_from_their_records_alone_and_asked_for_over_one_connection(here):
+    run_id = here.gpurun("submit", here.job("echo out > out", name="real", outputs=["out"])).stdout.decode().strip()
+    eventually((here.node_dir / "runs" / run_id / "run.exit").exists)
+    record = here.record()
+    for number in range(199):
+        folder = here.runs / f"copy-20260101-{number:06d}-0000"
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps(dict(record, run_id=folder.name)))
+        (folder / "lock").write_text("1\n")
+    listed, did, took = watched(here, "status")
+    print(f"gpurun status of 200 runs: {took:.3f} s")
+    assert len(listed) == 200 and all(one["detached"] and not one["driven"] for one in listed)
+    opened = [line for line in did if line.startswith(f"open {here.runs}")]
+    assert len(opened) == 400 and sum(line.endswith("/run.json") for line in opened) == 200      # and each lock: who drives it
+    assert not [line for line in did if line.split()[0] != "open"]
+    assert not [line for line in did if "iroh" in line]
+    listed, did, took = watched(here, "status", "--refresh")
+    print(f"gpurun status --refresh of 200 runs: {took:.3f} s")
+    assert [line for line in did if line.startswith("connect")] == ["connect gpurun/control/1"]
+    seen = {one["run_id"]: one["seen"] for one in listed}
+    assert seen.pop(run_id)["phase"] == "ended" and {one["phase"] for one in seen.values()} == {"unknown"}
+
+
 # ---- what stays ------------------------------------------------------------------------------------------------------------------------------
 
 def test_keep_leaves_the_newest_runs_on_the_node_and_each_that_is_not_collected(here):
