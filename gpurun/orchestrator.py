@@ -141,7 +141,7 @@ class Orchestrator:
             self._record.times["ended"] = ""
         self._taking_over, self._stop_wanted, self._grace_s = True, stop, grace_s
         self._echo, self._tail, self._deadline = echo, tail if echo else None, deadline
-        self._past_shown = not past
+        self._past_shown = not past or tail is not None
         self._signals = 1 if stop or leaves else 0   # the first Ctrl-C leaves
         return self.run()
 

@@ -99,6 +99,20 @@ def test_attach_shows_all_from_the_beginning_then_live_then_collects(warm):
     assert (warm.latest / "outputs/x").read_text() == "x\n" and (warm.latest / "stdout.log").read_text() == "one\ntwo\n"
 
 
+def test_a_tail_whose_agent_is_killed_goes_on_where_it_was(warm):
+    run_id = submit(warm, warm.job(f"seq 9; {until(warm, 'more')}; echo 10; {until(warm, 'torn')}; echo end", name="torn"))
+    eventually(lambda: on_node(warm, run_id, "run.out").endswith("9\n"))
+    run = Running(warm, "attach", run_id, "--tail", "1")
+    eventually(lambda: run.out == "9\n")
+    go(warm, "more")
+    eventually(lambda: run.out == "9\n10\n")
+    os.kill(warm.agent()["pid"], signal.SIGKILL)
+    says(run, "is back after")
+    go(warm, "torn")
+    assert run.end() == 0 and run.out == "9\n10\nend\n"
+    assert (warm.runs / run_id / "stdout.log").read_text() == "".join(f"{number}\n" for number in range(1, 11)) + "end\n"
+
+
 @pytest.mark.parametrize("option, shown", [(("--tail", "2"), "9\n10\nend\n"), (("--since-here",), "end\n"), (("--tail", "0"), "end\n")])
 def test_attach_with_a_tail_shows_less_and_keeps_all(warm, option, shown):
     name = "tail" + option[-1].strip("-")
