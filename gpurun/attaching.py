@@ -16,6 +16,7 @@ from gpurun import config, transfer
 from gpurun.asking import UNREACHED, Asked
 from gpurun.config import Job
 from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_TIME_LIMIT, ConfigError, GpurunError, LinkError
+from gpurun.files import room
 from gpurun.logs import Logs, follow_local
 from gpurun.messages import TERMINAL
 from gpurun.orchestrator import KEYS, Orchestrator
@@ -245,12 +246,16 @@ class Reading:
                 whole = (lambda sizes: not kept.behind(sizes)) if state.get("over") else None   # asked before: what comes now is all of it
                 sizes = asked.during(lambda stream: transfer.follow(stream, record.run_id, dict(kept.kept), kept.take, live=False, kept=whole))
                 if whole and whole(sizes):
-                    record.logs_complete = True
-                    self._folder.save(record)
+                    self._note_complete(record)
+                if not kept.trouble:
+                    return False
                 for name, error in kept.trouble.items():
-                    self._screen.warn(f"{self._folder.logs[name]} can't be written: {error.strerror}; make room for the rest, which is on "
-                                      f"{record.node['name']}")
-                return False
+                    self._screen.warn(f"{self._folder.logs[name]} can't be written: {error.strerror} "
+                                      f"({room(self._folder.path, sizes[name] - kept.kept[name])}). The rest is on {record.node['name']} and is only shown")
+                self._show_here(None)
+                offsets = {name: kept.kept[name] for name in self._names}
+                asked.during(lambda stream: transfer.follow(stream, record.run_id, offsets, lambda name, _, data: self._some(name, data), live=False))
+                return True
 
             def take(name: str, position: int, data: bytes) -> None:
                 kept.take(name, position, data)
@@ -261,6 +266,14 @@ class Reading:
         finally:
             asked.close()
             kept.close()
+
+    def _note_complete(self, record: Record) -> None:
+        """All logs are here. Where that can't be written the node is asked again the next time, which is no harm."""
+        record.logs_complete = True
+        try:
+            self._folder.save(record)
+        except OSError as error:
+            self._screen.warn(f"the record {self._folder.record} can't be written: {error.strerror} ({room(self._folder.path, len(record.encode()))})")
 
     def _ask(self, record: Record) -> Asked:
         _, nodes, link = self._way(record)

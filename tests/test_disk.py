@@ -163,7 +163,10 @@ def test_a_disk_that_fills_while_the_run_is_on_its_node_costs_it_nothing(laptop,
         again = here.gpurun(command, run_id, *laptop.options)
         assert again.returncode == (125 if command == "fetch" else code or 125), again.stderr.decode()
         laptop.check_room_asked_for(again.stderr.decode())
-    assert here.gpurun("status", *laptop.options).returncode == 0
+    for command in (["status"], ["status", "--refresh"], ["status", run_id], ["logs", run_id, "--tail", 1], ["logs", run_id]):
+        done = here.gpurun(*command, *laptop.options)
+        assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == COUNTED, done.stderr.decode()
     laptop.disk.has_room()
     done = here.gpurun("fetch", run_id, *laptop.options)
     assert done.returncode == 0 and done.stdout.decode().split() == [f"{here.latest}/outputs/{name}" for name in ("big", "small")], done.stderr.decode()
@@ -380,3 +383,18 @@ def test_a_run_whose_turn_comes_on_a_full_disk_is_not_begun_and_says_why(on_node
     assert here.gpurun("attach", holder).returncode == 0
     assert not (on_node.folder / "runs" / waits / "work/ran").exists()
     on_node.check_works_again()
+
+
+def test_logs_and_rm_on_a_full_disk(laptop):
+    """What can be shown is shown although nothing can be kept, and what is in the way can be removed."""
+    here = laptop.here
+    run_id = here.gpurun("submit", here.job("echo short; exit 3", name="short"), *laptop.options).stdout.decode().strip()
+    eventually(laptop.node("run.exit").exists)
+    laptop.disk.full(1)
+    done = here.gpurun("logs", run_id, *laptop.options)
+    assert (done.returncode, done.stdout) == (0, b"short\n"), done.stderr.decode()
+    laptop.disk.full()
+    assert here.gpurun("logs", run_id, *laptop.options).stdout == b"short\n"
+    done = here.gpurun("status", "--refresh", run_id, *laptop.options)
+    assert done.returncode == 0 and b"ended with exit code 3" in done.stdout, done.stderr.decode()
+    assert here.gpurun("rm", "--force", run_id, *laptop.options).returncode == 0 and not (here.runs / run_id).exists()
