@@ -23,11 +23,12 @@ from gpurun.session import Session, dial
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 REFUSALS = 2                  # by an agent that was told each time to take us
-DIAL_AGAIN_S, DIAL_LEAST_S = 10.0, 2.0   # of an agent that was just looked after
-DIRECT_S = 4.0                # and of one that may be out of reach: QUIC sends its first packet after 0, 1 and 3 s, and then too seldom
+DIAL_AGAIN_S = 4.0            # and three round trips: QUIC sends its first packet after 0, 1 and 3 s, and then too seldom
+DIAL_LEAST_S = 2.0
 DIRECT_PAUSE_S = 1.0
 INDIRECT_AFTER_S = 10.0       # a login may ask somebody for a code, so a short loss must do without
-INDIRECT_AT_ONCE_S = 60.0     # with less patience than this, waiting for a dial in vain would leave no time to ask on the other way
+INDIRECT_AT_ONCE_S = 60.0     # with less patience than this, that wait would leave no time to ask on the other way
+BLOCKED = 2                   # so often the one way answered and the other didn't: that is no coincidence
 
 
 class _BlockedError(LinkError):
@@ -46,10 +47,10 @@ class Contact:
         self._lost_after_s = lost_after_s
         self._refusals = 0
         self._rtt_s = 0.0                     # as it was last
-        self._blocked_said = False
+        self._blocked_times = 0
 
     def connected(self, session: Session) -> None:
-        self.session, self._blocked_said = session, False
+        self.session, self._blocked_times = session, 0
         self._see(membership.Connected(time.monotonic()))
 
     def say(self, *messages: Any) -> None:
@@ -98,9 +99,10 @@ class Contact:
     def unreached(self, error: GpurunError) -> None:
         """A try failed. An agent that refuses us and a host that doesn't let us in to tell it: nothing more will come."""
         self._see(membership.Indirect(time.monotonic(), False, str(error)))
-        if isinstance(error, _BlockedError) and not self._blocked_said:
-            self._blocked_said = True
-            self._screen.warn(str(error))
+        if isinstance(error, _BlockedError):
+            self._blocked_times += 1
+            if self._blocked_times == BLOCKED:
+                self._screen.warn(str(error))
         if self._refusals and not isinstance(error, LinkError):
             self._hopeless(f"{self.node.name} refused this operator, and the agent there could not be told of it: {error}")
 
@@ -140,8 +142,7 @@ class Contact:
     def _try(self, indirect: bool, first_s: float, over: threading.Event, lock: threading.Lock) -> None:
         """One way, again and again. Short patience makes short tries: the node must have its say several times before it is spent."""
         node, tries, pause_s = self.node, 0, first_s
-        dial_s = min(DIAL_AGAIN_S, max(self._lost_after_s / 4, DIAL_LEAST_S)) if indirect else DIRECT_S
-        dial_s += min(3 * self._rtt_s, DIAL_AGAIN_S)
+        dial_s = (min(DIAL_AGAIN_S, max(self._lost_after_s / 5, DIAL_LEAST_S)) if indirect else DIAL_AGAIN_S) + min(3 * self._rtt_s, 10.0)
 
         def tell(kind: str, item: Any) -> bool:
             """Puts news into the inbox, unless the other way was faster."""

@@ -322,12 +322,12 @@ def test_an_agent_that_is_killed_is_started_again_over_ssh_and_the_run_goes_on(k
 
 @scene
 def blocked(folder: Path, lib: Path) -> Any:
-    """Three times as long as the patience with a node that says nothing at all."""
+    """More than twice as long as the patience with a node that says nothing at all."""
     with linked(folder, "blocked") as link:
-        who, go = operators(link, lib, "blocked", lost_after_s=10), link.folder / "go"
+        who, go = operators(link, lib, "blocked", lost_after_s=20), link.folder / "go"
         run = Run(who["blocked"], who["blocked"].job(count(go, "echo b > o; exit 3"), outputs=["o"])).until("5\n")
         link.set(udp="drop")
-        time.sleep(30)
+        time.sleep(45)
         run.blocked = run.process.poll(), run.talk, who["blocked"].record()["state"]
         link.set(udp="pass")
         run.until("is back after")
@@ -354,8 +354,7 @@ def lost(folder: Path, lib: Path) -> Any:
     with linked(folder, "lost") as link:
         who = {name: operators(link, lib, name, lost_after_s=seconds)[name] for name, seconds in PATIENCE.items()}
         begin, go = link.folder / "begin", link.folder / "go"
-        endless = "while :; do i=$((i+1)); echo $i | tee count; sleep 0.1; done"
-        jobs = {"stop": who["stop"].job(endless, setup=f"while [ ! -e {begin} ]; do sleep 0.05; done", outputs=["count"])}
+        jobs = {"stop": who["stop"].job(ENDLESS, setup=f"while [ ! -e {begin} ]; do sleep 0.05; done", outputs=["o"])}
         for name, code in (("attach", 3), ("fetch", 4)):
             jobs[name] = who[name].job(count(go, f"echo {name} > o; exit {code}"), setup=f"while [ ! -e {begin} ]; do sleep 0.05; done", outputs=["o"])
         runs = {name: Run(who[name], job) for name, job in jobs.items()}
@@ -408,11 +407,97 @@ def test_a_lost_run_is_ended_and_collected_by_stop_once_the_node_is_back(lost):
     link, _, _, after = lost
     run = after["stop"]
     record = run.record
-    assert run.code == 0 and (record["state"], record["reason"], record["outputs"]) == ("FAILED", "stopped by the operator", ["count"]), run.talk
+    assert run.code == 0 and (record["state"], record["reason"], record["outputs"]) == ("FAILED", "stopped by the operator", ["o"]), run.talk
     log = (run.folder / "stdout.log").read_text()
     printed = numbers(log)
     assert log == (there(link, run) / "run.out").read_text() and printed > 200
-    assert int((run.folder / "outputs/count").read_text() or printed) in (printed, printed - 1)
+    assert int((run.folder / "outputs/o").read_text() or printed) in (printed, printed - 1)
+
+
+@scene
+def cut_short(folder: Path, lib: Path) -> Any:
+    """Lost in the middle of a transfer, and taken up again from its record."""
+    with linked(folder, "cut") as link:
+        who = operators(link, lib, "push", "collect", lost_after_s=10)
+        before = arrived(link.home / "push")
+        link.set(rate=RATE)
+        here = who["push"]
+        (here.work / "tree").mkdir()
+        (here.work / "tree/data").write_bytes(os.urandom(SIZE))
+        runs = {"push": Run(here, here.job("sha256sum < data; exit 6", name="cut", workspace={"workdir": "tree"})),
+                "collect": Run(who["collect"], who["collect"].job(f"head -c {SIZE} /dev/urandom > o; sha256sum < o", name="cut", outputs=["o"]))}
+        came = {"push": lambda: arrived(link.home / "push") - before, "collect": lambda: sum(map(arrived, who["collect"].runs.glob("cut-*")))}
+        for come in came.values():
+            eventually(lambda: come() > SIZE // 6, WAIT_S)
+        link.set(loss="100%")
+        sizes = {name: come() for name, come in came.items()}
+        for run in runs.values():
+            run.end()
+        link.set(loss="0", rate="none")
+        return link, sizes, runs, {name: Run(who[name], "attach", "latest").end() for name in runs}
+
+
+@pytest.mark.parametrize("phase, code", [("push", 6), ("collect", 0)])
+def test_a_run_that_was_lost_in_a_transfer_goes_on_with_attach(cut_short, phase, code):
+    link, sizes, runs, after = cut_short
+    assert SIZE // 6 < sizes[phase] < SIZE and runs[phase].code == 125, runs[phase].talk
+    run = after[phase]
+    whole(link, run, code)
+    data = run.here.work / "tree/data" if phase == "push" else run.folder / "outputs/o"
+    assert run.out == subprocess.check_output("sha256sum", stdin=open(data, "rb"), text=True)
+
+
+# ---- a stop while nobody can be told ---------------------------------------------------------------------------------------------------------
+
+ENDLESS = "i=0; while :; do i=$((i+1)); echo $i | tee o; sleep 0.1; done"
+
+
+@scene
+def stopped(folder: Path, lib: Path) -> Any:
+    """Stopped during an outage that soon ends."""
+    with linked(folder, "stopped") as link:
+        who = operators(link, lib, "stopped")
+        run = Run(who["stopped"], who["stopped"].job(ENDLESS, outputs=["o"])).until("5\n")
+        link.set(loss="100%")
+        run.until("can't be reached")
+        run.process.terminate()
+        time.sleep(8)
+        link.set(loss="0")
+        return link, run.end()
+
+
+def test_a_stop_during_a_loss_is_done_when_the_node_is_back(stopped):
+    link, run = stopped
+    record = run.record
+    assert (run.code, record["state"], record["reason"], record["outputs"]) == (130, "FAILED", "stopped by the operator", ["o"]), run.talk
+    log = (run.folder / "stdout.log").read_text()
+    assert numbers(log) > 50 and run.out == log == (there(link, run) / "run.out").read_text() and (run.losses, run.returns) == (1, 1), run.talk
+
+
+@scene
+def unheard(folder: Path, lib: Path) -> Any:
+    """The same, and the node doesn't come back within half a minute."""
+    with linked(folder, "unheard") as link:
+        who = operators(link, lib, "unheard")
+        run = Run(who["unheard"], who["unheard"].job(ENDLESS, outputs=["o"])).until("5\n")
+        link.set(loss="100%")
+        run.until("can't be reached")
+        run.process.terminate()
+        begun = time.monotonic()
+        run.end()
+        took_s, record = time.monotonic() - begun, run.record
+        link.set(loss="0")
+        return link, run, took_s, record, Run(who["unheard"], "stop", "latest").end()
+
+
+def test_a_stop_that_can_not_be_delivered_is_given_up_after_half_a_minute_and_can_be_said_again(unheard):
+    link, run, took_s, record, stop = unheard
+    print(f"given up {took_s:.1f} s after the stop")
+    assert 25 < took_s < 40 and run.code == 125 and record["run_id"] in run.talk, run.talk
+    record = stop.record
+    assert (stop.code, record["state"], record["reason"], record["outputs"]) == (0, "FAILED", "stopped by the operator", ["o"]), stop.talk
+    log = (stop.folder / "stdout.log").read_text()
+    assert numbers(log) > 250 and log == (there(link, stop) / "run.out").read_text()
 
 
 # ---- addresses change ---------------------------------------------------------------------------------------------------------------------
