@@ -259,13 +259,15 @@ def test_several_shells_that_do_the_same_to_one_run_at_the_same_moment_have_one_
     if command == "fetch":                                          # also of a run that has ended
         go.touch()
         eventually((there / "run.exit").exists)
-    shells = [here.start(command, run_id) for _ in range(4)]
+    books = [[open(here.folder / f"{number}.{end}", "w+b") for end in ("out", "err")] for number in range(4)]
+    shells = [here.start(command, run_id, stdout=out, stderr=err) for out, err in books]   # pipes that are read one by one would hold up the others
     if command in ("attach", "wait"):
         eventually(lambda: b'"driven": true' in here.gpurun("status", run_id, "--json").stdout)
         go.touch()
-    ends = [(*one.communicate(timeout=60), one.returncode) for one in shells]
     code = 130 if command == "stop" else 7
-    for out, err, ended in ends:
+    for shell, book in zip(shells, books):
+        ended = shell.wait(60)
+        out, err = [(stream.seek(0), stream.read(), stream.close())[1] for stream in book]
         assert b"Traceback" not in err and b"fault in gpurun" not in err, err.decode()
         assert ended == (0 if command in ("stop", "fetch") else code), err.decode()
         if command == "attach":
