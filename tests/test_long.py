@@ -436,16 +436,17 @@ def test_the_cap_of_the_contents_takes_nothing_from_runs_that_wait(here):
     path = Path(env["PYTHONPATH"]) / "gpurun/store.py"
     path.write_text(path.read_text().replace("QUIET_S = 600.0", "QUIET_S = 0.3"))
     ids = [here.gpurun("submit", here.job(f"while [ ! -e '{go}' ]; do sleep 0.02; done", name="holder"), env=env).stdout.decode().strip()]
-    for number in range(3):
-        job = here.job("cat data; wc -c < big", name=f"has{number}", folder=here.work / f"has{number}", workspace={"workdir": "."})
+    for number in range(2):
+        job = here.job("cat data; cat big* | wc -c", name=f"has{number}", folder=here.work / f"has{number}", workspace={"workdir": "."})
         (job.parent / "data").write_text(f"data {number}\n")
-        (job.parent / "big").write_bytes(bytes([number]) * (5 << 20))
+        for part in range(30):                                      # a push that takes longer than a look at the cache
+            (job.parent / f"big{part}").write_bytes(bytes([number, part]) * (1 << 19))
         ids.append(here.gpurun("submit", job, env=env).stdout.decode().strip())
         assert ids[-1]
     time.sleep(1)                                                   # for what must not happen: a look at the cache takes a twentieth of this
     go.touch()
     assert here.gpurun("wait", *ids, env=env).returncode == 0
     for number, run_id in enumerate(ids[1:]):
-        assert (here.runs / run_id / "stdout.log").read_text() == f"data {number}\n{5 << 20}\n"
+        assert (here.runs / run_id / "stdout.log").read_text() == f"data {number}\n{30 << 20}\n"
     eventually(lambda: not [path for path in (here.node_dir / "cache/contents").rglob("*") if path.is_file()])
-    assert here.gpurun(job, env=env).stdout.decode() == f"data 2\n{5 << 20}\n"      # sent again
+    assert here.gpurun(job, env=env).stdout.decode() == f"data 1\n{30 << 20}\n"      # sent again
