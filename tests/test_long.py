@@ -320,6 +320,18 @@ def test_a_new_gpurun_beside_a_job_and_a_queue_of_the_old_one_disturbs_neither_a
     assert done.returncode == 0 and (here.work / "all/out").read_text() == "old\n", done.stderr.decode()
 
 
+def test_a_run_that_was_left_in_the_queue_and_is_gone_there_is_not_called_one_that_never_came(here):
+    go = here.folder / "go"
+    holder = here.gpurun("submit", here.job(f"while [ ! -e '{go}' ]; do sleep 0.02; done", name="holder")).stdout.decode().strip()
+    left = here.gpurun("submit", here.job("true", name="left")).stdout.decode().strip()
+    os.kill(here.agent()["pid"], signal.SIGKILL)
+    shutil.rmtree(here.node_dir / "runs" / left)
+    done = here.gpurun("attach", left)
+    assert done.returncode == 125 and b"has the run no more" in done.stderr and b"never came" not in done.stderr, done.stderr.decode()
+    go.touch()
+    assert here.gpurun("wait", holder).returncode == 0
+
+
 # ---- a long wait -----------------------------------------------------------------------------------------------------------------------------
 
 def test_waiting_for_a_quiet_job_costs_next_to_nothing_on_both_sides_and_nothing_grows(here):
