@@ -24,8 +24,9 @@ from gpurun.files import TEMP_PREFIX
 pytestmark = needs_a_network
 SCENE_S = 200.0               # none takes half of it on a machine with nothing else to do
 WAIT_S = 60.0
-SIZE = 3_000_000              # of a workspace and of outputs, in three files: six seconds at RATE
-RATE = "4mbit"
+SIZE = 3_000_000              # of a workspace and of outputs, in three files: twelve seconds at RATE
+BEGUN = SIZE // 12            # of it is here: the transfer is under way
+RATE = "2mbit"
 SCENES: dict[str, Callable[[Path, Path], Any]] = {}
 
 
@@ -180,10 +181,10 @@ def outage(link: Wan, who: dict[str, Here], seconds: float, name: str) -> dict[s
     came = {"push": lambda: arrived(link.home / "push") - before["push"],
             "collect": lambda: sum(map(arrived, here.runs.glob(f"{name}-*")))}
     for phase in came:
-        eventually(lambda: came[phase]() > SIZE // 6, WAIT_S)
+        eventually(lambda: came[phase]() > BEGUN, WAIT_S)
     link.set(loss="100%")
     under_way = {phase: come() for phase, come in came.items()}
-    assert all(SIZE // 6 < size < SIZE for size in under_way.values()), under_way
+    assert all(BEGUN < size < SIZE for size in under_way.values()), under_way
     time.sleep(seconds / 2)
     go.touch()                                                        # the job of one ends meanwhile, setup and job of another
     time.sleep(seconds / 2)
@@ -222,6 +223,7 @@ def short(folder: Path, lib: Path) -> Any:
         jobs = {name: who[name].job(count(after, "echo t > o; exit 8"), name=name, outputs=["o"]) for name in ("twice", "attach")}
         runs = {"twice": Run(who["twice"], jobs["twice"]).until("5\n")}
         five = outage(link, who, 5, "five")
+        logins = link.logins - logins
         Run(who["attach"], "submit", jobs["attach"]).end()
         runs["attach"] = Run(who["attach"], "attach", "latest").until("5\n")
         runs["watch"] = Run(who["attach"], "logs", "-f", "latest").until("5\n")
@@ -231,7 +233,7 @@ def short(folder: Path, lib: Path) -> Any:
         after.touch()
         for run in runs.values():
             run.end()
-        runs["logins"] = link.logins - logins
+        runs["logins"] = logins
         return link, {"five": five, "twenty": twenty}, runs
 
 
@@ -428,7 +430,7 @@ def cut_short(folder: Path, lib: Path) -> Any:
                 "collect": Run(who["collect"], who["collect"].job(f"head -c {SIZE} /dev/urandom > o; sha256sum < o", name="cut", outputs=["o"]))}
         came = {"push": lambda: arrived(link.home / "push") - before, "collect": lambda: sum(map(arrived, who["collect"].runs.glob("cut-*")))}
         for come in came.values():
-            eventually(lambda: come() > SIZE // 6, WAIT_S)
+            eventually(lambda: come() > BEGUN, WAIT_S)
         link.set(loss="100%")
         sizes = {name: come() for name, come in came.items()}
         for run in runs.values():
@@ -440,7 +442,7 @@ def cut_short(folder: Path, lib: Path) -> Any:
 @pytest.mark.parametrize("phase, code", [("push", 6), ("collect", 0)])
 def test_a_run_that_was_lost_in_a_transfer_goes_on_with_attach(cut_short, phase, code):
     link, sizes, runs, after = cut_short
-    assert SIZE // 6 < sizes[phase] < SIZE and runs[phase].code == 125, runs[phase].talk
+    assert BEGUN < sizes[phase] < SIZE and runs[phase].code == 125, runs[phase].talk
     run = after[phase]
     whole(link, run, code)
     data = run.here.work / "tree/data" if phase == "push" else run.folder / "outputs/o"
@@ -525,10 +527,11 @@ def moved(folder: Path, lib: Path) -> Any:
         before = arrived(link.home / "push")
         link.set(rate=RATE)
         runs["push"] = Run(who["push"], who["push"].job("sha256sum < data; exit 6", name="moved", workspace={"workdir": "tree"}))
-        eventually(lambda: arrived(link.home / "push") - before > SIZE // 6, WAIT_S)
+        eventually(lambda: arrived(link.home / "push") - before > BEGUN, WAIT_S)
         readdress(link, ours=True)
         under_way, seen, begun = arrived(link.home / "push") - before, len(runs["run"].out), time.monotonic()
         assert under_way < SIZE, under_way
+        link.set(rate="none")
         eventually(lambda: len(runs["run"].out) > seen, WAIT_S)
         print(f"the operator has another address: output again after {time.monotonic() - begun:.1f} s")
         go.touch()
