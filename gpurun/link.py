@@ -112,6 +112,8 @@ def public_id(key: bytes) -> str:
 
 def _explain(error: BaseException) -> str:
     if isinstance(error, iroh.IrohError):
+        if "TimedOut" in error.message():                       # Rust's own words for it say no more
+            return "no packet came through for too long"
         return f"{error.kind().name.lower()}: {error.message()}"
     return f"{type(error).__name__}: {error}"
 
