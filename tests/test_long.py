@@ -338,7 +338,8 @@ def test_waiting_for_a_quiet_job_costs_next_to_nothing_on_both_sides_and_nothing
     """One shell drives the run, others watch it. An hour of it would be more of the same: pings, a look at the disk."""
     job = here.job("echo up; echo up >&2; sleep 100", name="quiet", outputs=["x"])
     run_id = here.gpurun("submit", job).stdout.decode().strip()
-    watch = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    said = here.folder / "said"
+    watch = {"stdout": subprocess.DEVNULL, "stderr": open(said, "ab")}
     shells = {"attach": here.start("attach", run_id, **watch)}
     eventually(lambda: (here.latest / "stderr.log").exists())       # it drives the run
     shells.update({"watching attach": here.start("attach", run_id, **watch), "wait": here.start("wait", run_id, **watch),
@@ -359,9 +360,10 @@ def test_waiting_for_a_quiet_job_costs_next_to_nothing_on_both_sides_and_nothing
         assert now["threads"] <= then["threads"] + 3 and now["fds"] <= then["fds"] + 2 and now["rss_kib"] <= then["rss_kib"] + 3072, (name, then, now)
     print(f"events.jsonl     {events.stat().st_size - told} bytes more")
     assert events.stat().st_size - told < 2000
-    assert here.gpurun("stop", run_id, "--grace", "0").returncode == 0
+    stopped = here.gpurun("stop", run_id, "--grace", "0")
+    assert stopped.returncode == 0, stopped.stderr.decode() + said.read_text()
     for name, shell in shells.items():
-        assert shell.wait(20) == (0 if name == "logs -f" else 130), name
+        assert shell.wait(20) == (0 if name == "logs -f" else 130), name + said.read_text()
 
 
 # ---- 200 runs --------------------------------------------------------------------------------------------------------------------------------
