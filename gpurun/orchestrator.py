@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
@@ -91,6 +92,7 @@ class Orchestrator:
         self._stop_wanted = self._taking_over = False
         self._grace_s = GRACE_S
         self._detached = self._left = self._timed_out = False
+        self._before: dict[str, Any] = {}     # the record of a run that is taken over, as it was
         self._deadline = float("inf")
         self._began = self._phase_began = time.monotonic()
         self._log_moved = self._ended = time.monotonic()
@@ -118,6 +120,10 @@ class Orchestrator:
                 raise Left
         except Left:
             self._say_what_is_left()
+        except GpurunError:                   # of a run that was to be taken over its node said nothing: the record has its last word still
+            for name, value in self._before.items():
+                setattr(self._record, name, value)
+            raise
         finally:
             self._screen.stop_asking()
             if self._preparing:
@@ -134,6 +140,7 @@ class Orchestrator:
         this disk yet. At `deadline` (time.monotonic) it is left: exit code 124. `leaves`: so does any signal, which asks and stops nothing.
         Raises GpurunError when the node can't be reached; the record stays as it is then.
         """
+        self._before = {name: deepcopy(getattr(self._record, name)) for name in ("state", "phase", "exit_code", "reason", "fsm", "times")}
         known = asdict(self._fsm)
         self._fsm = replace(self._fsm, **{name: value for name, value in self._record.fsm.items() if name in known})
         if fsm.unsettled(self._fsm):          # declared lost, or its outputs never came: now the node has its say
@@ -245,7 +252,7 @@ class Orchestrator:
         self._contact.connected(session)
         if not self._taking_over:
             self._record.node = {"name": node.name, "kind": node.kind, "agent_id": session.endpoint.agent_id,
-                                 "cluster": str(self._cluster.path or "")}
+                                 "cluster": str(self._cluster.path or ""), "operator": self._link.id if self._link is not None else ""}
         self._record.agent, self._record.path = session.endpoint.version, session.path()
         self._mirror()
         if not self._save() and not self._taking_over:
@@ -492,6 +499,9 @@ class Orchestrator:
             self._step(OperatorStop(run_id))  # the node doesn't have the run, and we don't send it any more
         elif not self._taking_over or not refused.of:
             self._step(NodeFault(run_id, reason=f"the node refused: {refused.reason}"))
+        elif self._link is not None and self._record.node.get("operator", self._link.id) != self._link.id:
+            raise GpurunError(f"{run_id} belongs to another key than yours: {node} shows it only to the one that started it. Bring that key here "
+                              "(`key` in ~/.config/gpurun of that laptop), or use that laptop.")
         elif known != self._contact.session.endpoint.agent_id:
             raise GpurunError(f"the agent on {node} isn't the one that was given {run_id}: another machine answers there, or its node_dir was deleted. "
                               f"The record stays as it is. If the run is gone for good, `gpurun rm --here {run_id}` removes it here.")

@@ -408,3 +408,22 @@ def test_a_reader_that_has_had_enough_ends_logs_quietly(warm):
         done = warm.gpurun(*args, stdout=writer)
         os.close(writer)
         assert done.returncode == 0 and b"error" not in done.stderr and b"warning" not in done.stderr, args
+
+
+# ---- from elsewhere --------------------------------------------------------------------------------------------------------------------------
+
+def test_with_another_key_nothing_is_learned_and_the_record_stays_as_it_is(here):
+    run_id = submit(here, here.job(f"echo up; {until(here, 'elsewhere')}; exit 4", name="elsewhere", outputs=["x"]))
+    eventually(lambda: on_node(here, run_id, "run.out") == "up\n")
+    record, key = here.runs / run_id / "run.json", here.home / ".config/gpurun/key"
+    before, own = record.read_text(), key.read_bytes()
+    key.unlink()
+    for command in ("attach", "stop", "wait"):
+        done = here.gpurun(command, run_id)
+        assert done.returncode == 125 and b"another key" in done.stderr, done.stderr
+        now = json.loads(record.read_text())
+        assert {name: now[name] for name in ("state", "phase", "reason", "fsm", "times")} == {
+            name: json.loads(before)[name] for name in ("state", "phase", "reason", "fsm", "times")}
+    key.write_bytes(own)
+    go(here, "elsewhere")
+    assert here.gpurun("attach", run_id).returncode == 4
