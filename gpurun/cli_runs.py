@@ -184,7 +184,7 @@ def logs(run_name: str, follow: bool, tail: int | None, setup: bool, cluster: st
             screen.say(f"{record.run_id} isn't over: this is what there is so far")
     finally:
         screen.close()
-    return 0
+    return EXIT_FAILED if screen.stdout_failed else 0
 
 
 # ---- attach, wait ------------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def checks(cluster: Cluster, nodes: Sequence[Node], link: Callable[[], Any], tim
         return
     if cluster.kind == "ssh":
         client = shutil.which("ssh")
-        yield _check("ssh", True if client else None, f"{client} answers for ~/.ssh/config" if client else
+        yield _check("ssh", True if client else None, f"{client} answers for {os.environ.get('GPURUN_SSH_CONFIG') or '~/.ssh/config'}" if client else
                      "no OpenSSH client on PATH: ~/.ssh/config is read by paramiko, which knows neither Include nor all of Match")
         yield _check("ssh agent", None, os.environ.get("SSH_AUTH_SOCK") or "none ($SSH_AUTH_SOCK isn't set): keys come from files")
     yield _check("cluster", True, f"{cluster.kind}: {cluster.path or 'no cluster file, this machine'}")

@@ -88,7 +88,7 @@ def clean_paths(paths: Sequence[str]) -> list[str]:
     """The paths as a node knows them, each once; "." is the whole workdir. ConfigError for what can't be one."""
     for path in paths:
         wrong = ("is blank" if not path.strip() else "is an absolute path" if path.startswith("/") else
-                 "leads out of the workdir by `..`" if ".." in path.split("/") else "")
+                 "has `..` in it" if ".." in path.split("/") else "")
         if wrong:
             raise ConfigError(f"'{quote_name(path)}' {wrong}; name a file or folder relative to the job's workdir (`.` is all of it)")
     return list(dict.fromkeys(clean_output(path) or "." for path in paths))

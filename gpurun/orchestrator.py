@@ -31,7 +31,7 @@ from gpurun.link import Link
 from gpurun.logs import Logs
 from gpurun.messages import (
     TERMINAL, Busy, CollectOutputs, Detach, Detached, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeLost, NodeReady, OperatorStop,
-    OutputsCollected, Ping, Refused, RunJob, RunSetup, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
+    OutputsCollected, QueryRuns, Refused, RunJob, RunSetup, RunStates, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
 )
 from gpurun.provider import Node
 from gpurun.records import Record, RunFolder, utc_now
@@ -97,6 +97,7 @@ class Orchestrator:
         self._began = self._phase_began = time.monotonic()
         self._log_moved = self._ended = time.monotonic()
         self._shown_phase = ""                # the phase that the screen is at
+        self._there: dict[str, Any] = {}      # what the node said of the run when it was taken over
         self._round = 0                       # transfers of an earlier session or claim have an earlier number
         self._launched: dict[str, float] = {}
         self._turns = {name: threading.Lock() for name in ("push", "follow", "pull")}   # one at a time of each, whatever session
@@ -253,6 +254,7 @@ class Orchestrator:
         if not self._taking_over:
             self._record.node = {"name": node.name, "kind": node.kind, "agent_id": session.endpoint.agent_id,
                                  "cluster": str(self._cluster.path or ""), "operator": self._link.id if self._link is not None else ""}
+        self._record.seen = {}                # this record knows more from here on
         self._record.agent, self._record.path = session.endpoint.version, session.path()
         self._mirror()
         if not self._save() and not self._taking_over:
@@ -281,6 +283,8 @@ class Orchestrator:
                       claim=not self._fsm.phase and not self._stop_wanted and not self._taking_over,
                       wait=self._wait and len(self._nodes) == 1, after=self._record.seq, keep=self._keep)
         self._sent = {type(command).__name__ for command in plan}
+        if self._taking_over:
+            plan.append(QueryRuns([self._fsm.run_id]))   # since when it is at what it is at
         try:
             session.begin(hello, *plan)
         except LinkError as error:
@@ -417,6 +421,9 @@ class Orchestrator:
             self._busy(message)
         elif isinstance(message, Refused):
             self._refusal(message)
+        elif isinstance(message, RunStates):
+            self._there = dict(message.states.get(self._fsm.run_id) or {}, asked=time.monotonic())
+            self._tell_since()
         elif isinstance(message, Detached):
             self._record.detached = self._detached = True
             self._save()
@@ -546,6 +553,12 @@ class Orchestrator:
         if phase not in ("", "workspace"):
             self._screen.phase(phase, f"{'from' if phase == 'collect' else 'on'} {self._nodes[0].name}")
             self._shown_phase = phase
+            self._tell_since()
+
+    def _tell_since(self) -> None:
+        seconds = self._there.get("seconds")
+        if self._there.get("phase") == self._shown_phase and isinstance(seconds, (int, float)):
+            self._screen.phase_since(seconds + time.monotonic() - self._there["asked"])
 
     def _act(self, commands: Sequence[str]) -> None:
         """Sends what wasn't sent ahead. Without a session nothing is lost: the next one gets the whole plan."""
@@ -754,14 +767,15 @@ class Orchestrator:
 
     def _say_what_is_left(self) -> None:
         run_id, node = self._fsm.run_id, self._nodes[0].name
+        left = "the time limit has passed" if self._timed_out else "left"
         if self._fsm.state in TERMINAL:
             text = f"left before the end of the logs was here; it is on {node}, in {self._record.node_dir}. Bring it with: gpurun fetch {run_id}"
         elif self._fsm.phase == "collect":
-            text = f"left; the job has ended ({self._fsm.reason}) and its outputs are still on {node}. Collect them with: gpurun fetch {run_id}"
+            text = f"{left}; the job has ended ({self._fsm.reason}) and its outputs are still on {node}. Collect them with: gpurun fetch {run_id}"
         elif self._stop_wanted:
             text = f"left; {node} was told to stop {run_id} and hasn't said yet that it did. Make sure with: gpurun stop {run_id}"
         else:
-            text = f"left; the run {run_id} goes on, on {node}. Watch it with: gpurun attach {run_id}; end it with: gpurun stop {run_id}"
+            text = f"{left}; the run {run_id} goes on, on {node}. Watch it with: gpurun attach {run_id}; end it with: gpurun stop {run_id}"
         self._screen.warn(text)
 
     def _result(self) -> dict[str, Any]:

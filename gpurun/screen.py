@@ -157,6 +157,7 @@ class Screen:
             raise ValueError(f"no such screen mode: {mode}")
         self.mode, self._out, self._err, self._clock = mode, out_fd, err_fd, clock
         self._gone: set[int] = set()
+        self.stdout_failed = False             # what was meant for it couldn't be written, and not because its reader left
         out, err = self._stat(out_fd), self._stat(err_fd)
         # The same terminal, file or pipe twice: what one stream wrote says where the cursor is for the other.
         self._shared = out is not None and err is not None and (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
@@ -206,6 +207,11 @@ class Screen:
             elif self.mode == "plain":
                 self._talk(f"{name}{': ' if detail else ''}{printable(detail)}")
             self._draw(force=True)
+
+    def phase_since(self, seconds: float) -> None:
+        """The phase that is on has lasted so long already: it was begun before we came."""
+        with self._lock:
+            self._began = self._clock() - seconds
 
     def progress(self, done: int, total: int | None, unit: str = "B", name: str = "") -> None:
         """How far the phase is, in bytes or files; `name` is what is moving now. Cheap: call it as often as there is news, first with
@@ -538,6 +544,7 @@ class Screen:
             except OSError as error:
                 self._gone.add(fd)
                 if fd == self._out and not isinstance(error, BrokenPipeError):
+                    self.stdout_failed = True
                     self._talk(self._coloured("warning:", "33")
                                + f" stdout can't be written ({error.strerror}); the whole output is in the run's folder")
                 return

@@ -246,3 +246,15 @@ def test_ctrl_c_on_a_terminal(warm):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130 and b"Traceback" not in got
     assert got.count(b"stopping the job") == 1 and b"stopped by the operator" in got.splitlines()[-1]
     os.close(terminal)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_logs_that_cannot_be_written_are_a_failure_and_a_reader_that_leaves_is_none(warm):
+    assert warm.gpurun(warm.job("seq 100000", name="full-stdout")).returncode == 0
+    with open("/dev/full", "wb") as full:
+        assert warm.gpurun("logs", "latest", stdout=full).returncode == 125
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = warm.gpurun("logs", "latest", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -365,9 +365,25 @@ def test_a_name_of_another_kind_in_a_users_folder_is_an_error_that_names_it_and_
     mine = write_files(tmp_path / "mine", ours)
     write_files(work, theirs)
     before = looks(mine)
-    with pytest.raises(TransferError, match=f"the output '{named}' is a .*'{mine / named}' is .*still on the node.*gpurun fetch run-1"):
+    with pytest.raises(TransferError, match=f"the output '{named}' is a .*'{mine / named}' is .*still on the node.*run the same command again"):
         pull(work, ["out"], mine, live=True)
     assert looks(mine) == before and not list(tmp_path.glob(".incoming*"))
+
+
+def test_what_was_fetched_while_the_job_ran_and_is_gone_at_its_end_is_no_output(work, target):
+    write_files(work, {"out/kept": b"kept", "out/tmp/a": b"a", "single": b"v1"})
+    write_files(work, {"turned": b"a file"})
+    pull(work, ["out", "single", "turned"], target, live=True)
+    write_files(target, {"out/tmp/mine": b"mine", "notes": b"mine"})
+    for name in ("out/tmp/a", "single", "turned"):
+        (work / name).unlink()
+    (work / "out/tmp").rmdir()
+    write_files(work, {"turned/x": b"a folder now"})
+    assert pull(work, ["out", "single", "turned"], target).missing == ["single"]
+    here = {str(path.relative_to(target.parent)): path.read_bytes() for path in target.parent.rglob("*") if path.is_file() and work not in path.parents}
+    earlier = target.name + "-earlier"
+    assert here == {f"{target.name}/out/kept": b"kept", f"{target.name}/notes": b"mine", f"{target.name}/turned/x": b"a folder now",
+                    f"{earlier}/out/tmp/a": b"a", f"{earlier}/out/tmp/mine": b"mine", f"{earlier}/single": b"v1", f"{earlier}/turned": b"a file"}
 
 
 def test_a_link_of_the_users_is_not_followed_out_of_the_folder(tmp_path, work, mine):
@@ -585,15 +601,15 @@ def test_a_link_of_an_earlier_pull_is_never_written_through(tmp_path, work, targ
     (target / "out" / "folder").symlink_to(tmp_path / "victim")
     (target / "out" / "plain").symlink_to(tmp_path / "victim" / "file")
     with pytest.raises(TransferError, match="'out/folder' is a folder on the node"):
-        pull(work, ["out"], target)
+        pull(work, ["out"], target, live=True)
     assert (target / "out" / "folder").is_symlink()            # may be the user's own: left to the user
-    (target / "out" / "folder").unlink()
-    pull(work, ["out"], target)
+    pull(work, ["out"], target)                                # at the end the outputs are the job's, and that one goes beside
     assert (tmp_path / "victim" / "file").read_bytes() == b"mine"
     assert looks(target) == looks(work)
+    assert os.readlink(f"{target}-earlier/out/folder") == str(tmp_path / "victim")
 
 
-def test_a_folder_where_an_output_file_or_link_belongs_is_an_error_that_names_it(work, target):
+def test_a_folder_where_an_output_file_or_link_belongs_goes_beside_at_the_end_and_is_an_error_before(work, target):
     for kind in ("file", "link"):
         name = f"out-{kind}"
         write_files(work, {"data": b"data"})
@@ -602,10 +618,13 @@ def test_a_folder_where_an_output_file_or_link_belongs_is_an_error_that_names_it
         if kind == "link":
             (work / "folder" / "l").symlink_to("../data")
         place = target / name if kind == "file" else target / "folder" / "l"
-        place.mkdir(parents=True)
-        with pytest.raises(TransferError, match=f"{place.name}' is a {kind} on the node, and here '{place}' is a folder.*gpurun fetch run-1"):
-            pull(work, [name] if kind == "file" else ["folder"], target)
-        assert place.is_dir() and not place.is_symlink()
+        write_files(place, {"own": b"own"})
+        asked = [name] if kind == "file" else ["folder"]
+        with pytest.raises(TransferError, match=f"{place.name}' is a {kind} on the node, and here '{place}' is a folder.*run the same command again"):
+            pull(work, asked, target, live=True)
+        assert (place / "own").read_bytes() == b"own"
+        pull(work, asked, target)
+        assert not place.is_dir() and os.path.lexists(place)
 
 
 def test_over_a_real_link_an_operator_that_gives_up_frees_the_node_at_once(tmp_path, work, iroh_pair):
