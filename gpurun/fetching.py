@@ -60,7 +60,8 @@ def fetch(folder: RunFolder, paths: Sequence[str], to: str, way: Way, screen: Sc
         fetching.close()
         record = _settle(folder, way, screen, operator)
         if not settled(record):
-            return Outcome([], [record.reason])
+            return Outcome([], [record.reason or f"{record.run_id} could not be brought home whole, and its record says no more. What was said "
+                                                 "above has to be set right first; all of it is still on the node"])
         if not to:
             return _home(folder, record)
     if not declared:

@@ -125,7 +125,7 @@ def read_json(path: Union[str, "os.PathLike[str]"]) -> Optional[Dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise RecordError("%s isn't valid JSON (%s). Move it away to go on without it." % (path, error)) from error
     if not isinstance(value, dict):
-        raise RecordError("%s holds a %s where a JSON object belongs. Move it away to go on without it." % (path, type(value).__name__))
+        raise RecordError("%s holds a %s where a JSON object belongs. Move it away to go on without it." % (path, "null" if value is None else type(value).__name__))
     return value
 
 

@@ -86,6 +86,7 @@ class Orchestrator:
         self._followed = self._pulled = self._writing = False
         self._collected: OutputsCollected | None = None
         self._collect_error = ""
+        self._pull_from: tuple[int, int] | None = None   # bytes done and in all when the pull began
         self._refused: set[str] = set()
         self._signals = 0
         self._asked = False                   # what Ctrl-C means is being asked
@@ -147,6 +148,8 @@ class Orchestrator:
         if fsm.unsettled(self._fsm):          # declared lost, or its outputs never came: now the node has its say
             self._fsm = fsm.reopen(self._fsm)
             self._record.times["ended"] = ""
+            if not self._fsm.ended:
+                self._record.seq = 0          # what the lifecycle has seen before, it passes over
         self._taking_over, self._stop_wanted, self._grace_s = True, stop, grace_s
         self._echo, self._tail, self._deadline = echo, tail if echo else None, deadline
         self._past_shown = not past or tail is not None
@@ -433,8 +436,8 @@ class Orchestrator:
     def _observe(self, event: Any) -> None:
         try:
             fsm.accept_from_wire(event)
-            if event.seq and event.seq <= self._record.seq:
-                return                        # seen before the connection broke
+            if event.seq and (event.seq <= self._record.seq or self._fsm.state in TERMINAL):
+                return                        # seen before the connection broke; or for whoever takes the run up again
             if isinstance(event, OutputsCollected) and not self._pulled:
                 self._collected = event       # the node has our word for it; the thread that gave it is about to say so here
                 return
@@ -504,8 +507,12 @@ class Orchestrator:
             return
         if not self._taking_over and self._stop_wanted and not self._fsm.phase:
             self._step(OperatorStop(run_id))  # the node doesn't have the run, and we don't send it any more
-        elif not self._taking_over or not refused.of:
+        elif not self._taking_over:
             self._step(NodeFault(run_id, reason=f"the node refused: {refused.reason}"))
+        elif not refused.of:
+            lacking = "" if self._whole else f". {self._job.path} isn't what it was then, or a variable that it takes isn't set here"
+            raise GpurunError(f"{node} can't go on with {run_id}: {refused.reason}{lacking}. The record stays as it is: attach again once that is "
+                              f"right, or end the run with `gpurun stop {run_id}`.")
         elif self._link is not None and self._record.node.get("operator", self._link.id) != self._link.id:
             raise GpurunError(f"{run_id} belongs to another key than yours: {node} shows it only to the one that started it. Bring that key here "
                               "(`key` in ~/.config/gpurun of that laptop), or use that laptop.")
@@ -553,6 +560,8 @@ class Orchestrator:
         if phase not in ("", "workspace"):
             self._screen.phase(phase, f"{'from' if phase == 'collect' else 'on'} {self._nodes[0].name}")
             self._shown_phase = phase
+            if phase == "collect" and self._pull_from is not None:   # it began before its node's word that the job has ended was here
+                self._screen.progress(*self._pull_from)
             self._tell_since()
 
     def _tell_since(self) -> None:
@@ -705,10 +714,12 @@ class Orchestrator:
         self._followed = True
 
     def _pull_outputs(self, session: Session) -> Any:
+        self._pull_from = None
         return landing.pull(session.transfer(), self._fsm.run_id, list(self._job.outputs), self._folder.outputs, self._pull_progress)
 
     def _pull_progress(self, done: int, total: int, name: str) -> None:
         self._record.bytes["pulled"] = done
+        self._pull_from = self._pull_from or (done, total)
         if self._shown_phase == "collect":
             self._screen.progress(done, total, "B", name)
 

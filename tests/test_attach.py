@@ -410,6 +410,25 @@ def test_a_reader_that_has_had_enough_ends_logs_quietly(warm):
         assert done.returncode == 0 and b"error" not in done.stderr and b"warning" not in done.stderr, args
 
 
+def test_values_of_env_that_went_with_the_agent_are_asked_for_and_attach_brings_them(here):
+    here.env["TOKEN"] = "t0ken"
+    path = here.job(f"echo $TOKEN > out; {until(here, 'env')}; exit 5", name="env", setup=f"echo up; {until(here, 'env')}", outputs=["out"],
+                    env={"TOKEN": "${TOKEN}"})
+    run_id = submit(here, path)
+    eventually(lambda: on_node(here, run_id, "setup.out") == "up\n")
+    os.kill(here.agent()["pid"], signal.SIGKILL)
+    del here.env["TOKEN"]
+    done = here.gpurun("attach", run_id)
+    assert done.returncode == 125 and b"TOKEN" in done.stderr and b"attach again" in done.stderr
+    record = json.loads((here.runs / run_id / "run.json").read_text())
+    assert (record["state"], record["phase"], record["exit_code"]) == ("RUNNING", "setup", None)
+    go(here, "env")
+    here.env["TOKEN"] = "t0ken"
+    assert here.gpurun("attach", run_id).returncode == 5
+    assert (here.runs / run_id / "outputs/out").read_text() == "t0ken\n"
+    assert here.gpurun("stop", run_id).returncode == 0 and here.gpurun("attach", run_id).returncode == 5
+
+
 # ---- from elsewhere --------------------------------------------------------------------------------------------------------------------------
 
 def test_with_another_key_nothing_is_learned_and_the_record_stays_as_it_is(here):
