@@ -36,7 +36,7 @@ from gpurun.messages import (
 from gpurun.provider import Node
 from gpurun.records import Record, RunFolder, utc_now
 from gpurun.screen import Screen, counted, remember_terminal
-from gpurun.session import DIAL_S, Session, current, dial, reach
+from gpurun.session import Session, dial_known, reach_any
 
 TICK_S = 0.2
 STOP_UNHEARD_S = 30.0         # a stop that can't be delivered is given up after this time
@@ -183,7 +183,7 @@ class Orchestrator:
     def _prepare(self) -> Session:
         """Lists the workspace while the connection is made."""
         dialled: "SimpleQueue[Any]" = SimpleQueue()
-        threading.Thread(target=self._dial_first, args=(dialled,), name="dial", daemon=True).start()
+        threading.Thread(target=lambda: dialled.put(dial_known(self._make_link, self._nodes[0], self._inbox)), name="dial", daemon=True).start()
         if self._needs_push():
             if not self._whole:
                 raise GpurunError(f"the workspace of {self._fsm.run_id} never arrived on its node, and it can't be sent again: {self._job.path} "
@@ -191,42 +191,11 @@ class Orchestrator:
             self._list_workspace()
         session, error = dialled.get()
         self._link = self._make_link()
-        return session or self._reach_any(error)
+        return session or reach_any(self._link, self._nodes, self._inbox, self._screen, error)
 
     def _needs_push(self) -> bool:
         return (self._fsm.has_workspace and self._fsm.phase in ("", "workspace") and self._fsm.state not in TERMINAL
                 and not self._stop_wanted and not self._record.detached)
-
-    def _dial_first(self, result: "SimpleQueue[Any]") -> None:
-        """Only the quick way, and quietly: all that a second run needs."""
-        try:
-            known = current(self._nodes[0])
-            result.put((None if known is None else dial(self._make_link(), known, self._inbox, DIAL_S), None))
-        except GpurunError as error:
-            result.put((None, error))
-        except Exception:
-            result.put((None, None))          # going there the long way says what it was
-
-    def _reach_any(self, first_error: GpurunError | None = None) -> Session:
-        """A session with the first node that can be had, the agent deployed where it must be."""
-        assert self._link is not None
-        while True:
-            node, dialled = self._nodes[0], first_error is not None
-            if dialled:
-                self._screen.say(f"the agent on {node.name} doesn't answer ({first_error}); looking after it")
-                first_error = None
-            self._screen.phase("connect", f"to {node.name}")
-            try:
-                session = reach(self._link, node, self._inbox, self._screen.say,
-                                lambda name, done, total: self._screen.progress(done, total, "B", name),
-                                lambda: self._screen.phase("deploy", f"to {node.name}"), dialled)
-                self._screen.phase("")
-                return session
-            except GpurunError as error:
-                if len(self._nodes) == 1:
-                    raise
-                self._screen.warn(f"{node.name} can't be used: {error}")
-                del self._nodes[0]
 
     def _list_workspace(self) -> None:
         root = str(self._job.workdir)
@@ -494,7 +463,7 @@ class Orchestrator:
             del self._nodes[0]
             self._contact.drop()
             self._greeted, self._preparing = False, True
-            self._in_background("prepared", self._reach_any)
+            self._in_background("prepared", lambda: reach_any(self._make_link(), self._nodes, self._inbox, self._screen))
         else:
             error = NodeBusyError(f"{who}. Wait for it with --wait, end it with `gpurun stop`, or name another node with --node.")
             self._step(NodeFault(self._fsm.run_id, reason=str(error)))

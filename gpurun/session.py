@@ -16,6 +16,7 @@ from gpurun.errors import GpurunError, LinkError, RefusedError, WireError
 from gpurun.link import Connection, Link, Stream
 from gpurun.messages import NODE_SAYS, Hello
 from gpurun.provider import Endpoint, Node, Progress
+from gpurun.screen import Screen
 
 DIAL_S = 6.0                  # for an agent whose address we know; one that is gone answers nothing, then the slower way is tried
 DIAL_DEPLOYED_S = 12.0        # for one that has just said that it is up: three tries of QUIC at a lossy start, or a round trip of 3 s
@@ -93,6 +94,38 @@ def current(node: Node) -> Endpoint | None:
     """What is known of the node's agent, if that is an agent of this version; else deploying decides (a busy one is used as it is)."""
     known = node.known_endpoint()
     return known if known is not None and known.agent == agent_file().hash else None
+
+
+def dial_known(link: Callable[[], Link], node: Node, inbox: "SimpleQueue[Any]") -> tuple[Session | None, GpurunError | None]:
+    """Only the quick way, and quietly: all that a second run needs. None and None: going there the long way says what it is."""
+    try:
+        known = current(node)
+        return None if known is None else dial(link(), known, inbox, DIAL_S), None
+    except GpurunError as error:
+        return None, error
+    except Exception:
+        return None, None
+
+
+def reach_any(link: Link, nodes: list[Node], inbox: "SimpleQueue[Any]", screen: Screen, first_error: GpurunError | None = None) -> Session:
+    """A session with the first of `nodes` that can be had, the agent deployed where it must be; those before it are taken out of the list.
+    `first_error`: the agent of the first one was just dialled, in vain."""
+    while True:
+        node, dialled = nodes[0], first_error is not None
+        if dialled:
+            screen.say(f"the agent on {node.name} doesn't answer ({first_error}); looking after it")
+            first_error = None
+        screen.phase("connect", f"to {node.name}")
+        try:
+            session = reach(link, node, inbox, screen.say, lambda name, done, total: screen.progress(done, total, "B", name),
+                            lambda: screen.phase("deploy", f"to {node.name}"), dialled)
+            screen.phase("")
+            return session
+        except GpurunError as error:
+            if len(nodes) == 1:
+                raise
+            screen.warn(f"{node.name} can't be used: {error}")
+            del nodes[0]
 
 
 def reach(link: Link, node: Node, inbox: "SimpleQueue[Any]", say: Callable[[str], None], progress: Progress,
