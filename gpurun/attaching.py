@@ -37,21 +37,21 @@ def take_up(folder: RunFolder, record: Record, way: Way, screen: Screen, operato
     if not record.node.get("name"):
         never_given(folder, record, "it never came to a node: gpurun was ended before that. Nothing was run; run the job again", EXIT_FAILED)
         return result_of(folder, record)
-    job, whole = job_again(record, os.environ)
+    job, lacking = job_again(record, os.environ)
     cluster, nodes, link = way(record)
-    return Orchestrator(job, cluster, nodes, link, folder, record, screen, operator=operator, whole=whole).take_over(**how)
+    return Orchestrator(job, cluster, nodes, link, folder, record, screen, operator=operator, lacking=lacking).take_over(**how)
 
 
-def job_again(record: Record, environ: Mapping[str, str]) -> tuple[Job, bool]:
-    """The job file of a run, read again, and True; or what the record has of it, and False, where it isn't any more what it was then."""
+def job_again(record: Record, environ: Mapping[str, str]) -> tuple[Job, str]:
+    """The job file of a run, read again, and ""; or what the record has of it, and why the file isn't any more what it was then."""
     known = job_on_record(record)
     try:
         job = config.load_job(known.path, environ)
-    except ConfigError:                       # gone, or it takes a variable that isn't set here
-        return known, False
+    except ConfigError as error:              # gone, or it takes a variable that isn't set here
+        return known, str(error).rstrip(".")
     same = (job._replace(env={}) == known._replace(folder=job.folder, external_job=job.external_job)
             and sorted(job.env) == list(record.job.get("env") or ()))
-    return (job, True) if same else (known, False)
+    return (job, "") if same else (known, f"{known.path} isn't any more what it was when the run was begun")
 
 
 def result_of(folder: RunFolder, record: Record) -> dict[str, Any]:

@@ -251,8 +251,8 @@ class NodeRun:
         elif names != plan[phase]["env"]:
             if begun:
                 return
-            raise WireError(f"this run's {phase} has values for {_listed(plan[phase]['env'])} in its env, and what was sent now has them for "
-                            f"{_listed(names)}: send it with the same names, or run the job again")
+            raise WireError(f"the values of {_listed(plan[phase]['env'])} in its env went with an agent that was ended, and what was sent now brings "
+                            f"{_listed(names)}")
         self._commands[phase] = command._replace(command=plan[phase]["command"])
 
     def _collect_outputs(self, command: CollectOutputs) -> None:

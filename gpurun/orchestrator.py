@@ -58,12 +58,12 @@ class Orchestrator:
     """Drives one run. `run()` and `take_over()` return the result object, whose `exit_code` is the process's."""
 
     def __init__(self, job: Job, cluster: Cluster, nodes: Sequence[Node], link: Callable[[], Link], folder: RunFolder, record: Record,
-                 screen: Screen, wait: bool = False, operator: str = "", detach: bool = False, keep: int = KEEP_RUNS, whole: bool = True) -> None:
-        """`detach`: leave as soon as the node can end the run alone. `whole`: `job` is all that it was when the run was begun, the values
-        of its env and the workspace included (what a record alone hasn't got)."""
+                 screen: Screen, wait: bool = False, operator: str = "", detach: bool = False, keep: int = KEEP_RUNS, lacking: str = "") -> None:
+        """`detach`: leave as soon as the node can end the run alone. `lacking`: why `job` isn't all that it was when the run was begun,
+        the values of its env and the workspace included (what a record alone hasn't got)."""
         self._job, self._cluster, self._nodes, self._make_link = job, cluster, list(nodes), link
         self._folder, self._record, self._screen = folder, record, screen
-        self._wait, self._operator, self._detach, self._keep, self._whole = wait, operator, detach, keep, whole
+        self._wait, self._operator, self._detach, self._keep, self._lacking = wait, operator, detach, keep, lacking
         self._fsm = fsm.Run(run_id=record.run_id, has_workspace=job.workdir is not None, has_setup=bool(job.setup),
                             has_outputs=bool(job.outputs))
         self._inbox: "SimpleQueue[Any]" = SimpleQueue()
@@ -185,9 +185,9 @@ class Orchestrator:
         dialled: "SimpleQueue[Any]" = SimpleQueue()
         threading.Thread(target=lambda: dialled.put(dial_known(self._make_link, self._nodes[0], self._inbox)), name="dial", daemon=True).start()
         if self._needs_push():
-            if not self._whole:
-                raise GpurunError(f"the workspace of {self._fsm.run_id} never arrived on its node, and it can't be sent again: {self._job.path} "
-                                  f"isn't any more what it was. End the run with: gpurun stop {self._fsm.run_id}")
+            if self._lacking:
+                raise GpurunError(f"the workspace of {self._fsm.run_id} never arrived on its node, and it can't be sent again: {self._lacking}. Set that "
+                                  f"right, or end the run with: gpurun stop {self._fsm.run_id}")
             self._list_workspace()
         session, error = dialled.get()
         self._link = self._make_link()
@@ -479,9 +479,8 @@ class Orchestrator:
         elif not self._taking_over:
             self._step(NodeFault(run_id, reason=f"the node refused: {refused.reason}"))
         elif not refused.of:
-            lacking = "" if self._whole else f". {self._job.path} isn't what it was then, or a variable that it takes isn't set here"
-            raise GpurunError(f"{node} can't go on with {run_id}: {refused.reason}{lacking}. The record stays as it is: attach again once that is "
-                              f"right, or end the run with `gpurun stop {run_id}`.")
+            raise GpurunError(f"{node} can't go on with {run_id} by itself ({refused.reason}): {self._lacking or 'its job is another one here'}. Set that "
+                              f"right and attach again, or end the run with `gpurun stop {run_id}`.")
         elif self._link is not None and self._record.node.get("operator", self._link.id) != self._link.id:
             raise GpurunError(f"{run_id} belongs to another key than yours: {node} shows it only to the one that started it. Bring that key here "
                               "(`key` in ~/.config/gpurun of that laptop), or use that laptop.")

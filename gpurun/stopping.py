@@ -57,7 +57,7 @@ def _take_over(folder: RunFolder, record: Record, way: Way, screen: Screen, oper
     """Stops a run that nobody else drives, and collects what there is."""
     from gpurun.orchestrator import Orchestrator
     cluster, nodes, link = way(record)
-    Orchestrator(job_on_record(record), cluster, nodes, link, folder, record, screen, operator=operator, whole=False).take_over(
+    Orchestrator(job_on_record(record), cluster, nodes, link, folder, record, screen, operator=operator, lacking="it is to be stopped").take_over(
         stop=True, grace_s=grace_s, echo=False)
 
 

@@ -419,7 +419,7 @@ def test_values_of_env_that_went_with_the_agent_are_asked_for_and_attach_brings_
     os.kill(here.agent()["pid"], signal.SIGKILL)
     del here.env["TOKEN"]
     done = here.gpurun("attach", run_id)
-    assert done.returncode == 125 and b"TOKEN" in done.stderr and b"attach again" in done.stderr
+    assert done.returncode == 125 and b"TOKEN" in done.stderr and b"attach again" in done.stderr and b"job.env" in done.stderr
     record = json.loads((here.runs / run_id / "run.json").read_text())
     assert (record["state"], record["phase"], record["exit_code"]) == ("RUNNING", "setup", None)
     go(here, "env")
