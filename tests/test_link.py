@@ -219,7 +219,7 @@ def test_a_key_that_others_may_read_is_refused_with_the_command_that_mends_it(tm
     assert load_key(str(path)) == key
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"ab" * 31, b"ab" * 33, b"zz" * 32, b"\xff" * 64, b"ab " * 32, os.urandom(32), b"ab" * 32 + b" x"])
+@pytest.mark.parametrize("content", [b"", b"\n", b"ab" * 31, b"ab" * 33, b"zz" * 32, b"\xff" * 64, b"ab " * 32, bytes(range(128, 160)), b"ab" * 32 + b" x"])
 def test_a_file_that_is_no_key_is_named_and_left_alone(tmp_path, content):
     path = tmp_path / "key"
     path.write_bytes(content)
