@@ -183,7 +183,10 @@ def _nodes_word(event: Any) -> bool:
 
 
 def _no_outputs(run: Run, event: Any) -> Next:
-    """The exit code stands; but a job that exited 0 and whose outputs aren't here is no success."""
+    """The exit code stands; but a job that exited 0 and whose outputs aren't here is no success. The node's own fault is what brought the
+    run here, told again."""
+    if _nodes_word(event):
+        return run, ()
     if run.failed_phase:
         return _finish(replace(run, reason=f"{run.reason}{NOT_COLLECTED}{_fault_reason(event)}"), event)
     reason = (f"the job itself exited 0, but its outputs were not collected: {_fault_reason(event)}; "

@@ -148,8 +148,7 @@ class Orchestrator:
         if fsm.unsettled(self._fsm):          # declared lost, or its outputs never came: now the node has its say
             self._fsm = fsm.reopen(self._fsm)
             self._record.times["ended"] = ""
-            if not self._fsm.ended:
-                self._record.seq = 0          # what the lifecycle has seen before, it passes over
+        self._record.seq = 0                  # the node tells all of it again, and what the lifecycle has seen it passes over
         self._taking_over, self._stop_wanted, self._grace_s = True, stop, grace_s
         self._echo, self._tail, self._deadline = echo, tail if echo else None, deadline
         self._past_shown = not past or tail is not None

@@ -380,6 +380,14 @@ def test_what_a_job_had_saved_before_its_node_failed_it_comes_home_and_the_run_i
     assert not unsettled(run)
 
 
+def test_events_that_a_node_tells_again_from_the_beginning_change_nothing():
+    told = (NodeReady(), WorkspaceMaterialized(seq=1), SetupCompleted(seq=2), NodeFault(seq=3, reason="gone"))
+    run, _ = walk(FULL, *told)
+    assert run.phase == "collect" and walk(run, *told) == (run, ())
+    run, _ = walk(FULL, *told[:3], JobExited(seq=3, code=4))
+    assert run.phase == "collect" and walk(run, *told[:3], JobExited(seq=3, code=4)) == (run, ())
+
+
 def test_outputs_that_did_not_come_after_a_fault_of_the_node_can_be_collected_later():
     run, _ = walk(at("run"), NodeFault(seq=3, reason="gone"), NodeLost(reason="silent"))
     assert run.state == FAILED and unsettled(run)
