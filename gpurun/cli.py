@@ -115,17 +115,19 @@ def submit(job: str, cluster: str | None, node: str | None, runs_dir: str | None
 
 def _run(job: str, cluster: str | None, node: str | None, runs_dir: str | None, as_json: bool, quiet: bool, keep: int, wait: bool,
          detach: bool) -> int:
+    import signal
+    from gpurun.orchestrator import SIGNALS, Orchestrator
     from gpurun.records import RunFolder, choose_runs_dir
     from gpurun.screen import Screen
     loaded, found, nodes = _load(job, cluster, node)
     screen = Screen.choose(json=as_json, quiet=quiet)
     names = {"name": loaded.name, "file": str(loaded.path), "run": loaded.run, "setup": loaded.setup, "outputs": list(loaded.outputs),
              "env": sorted(loaded.env), "workdir": loaded.workdir, "exclude": list(loaded.exclude)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)   # a record that is begun must be closed: `Orchestrator.run` takes what comes meanwhile
     folder, record = RunFolder.create(choose_runs_dir(runs_dir, os.environ), loaded.name, job=names, node={"kind": found.kind})
     try:
         folder.try_lock()
         screen.say(f"run {folder.run_id}")
-        from gpurun.orchestrator import Orchestrator
         loaded_all()
         orchestrator = Orchestrator(loaded, found, nodes, LazyLink(found), folder, record, screen, wait=wait, operator=operator_name(),
                                     detach=detach, keep=keep)

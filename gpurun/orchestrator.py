@@ -112,6 +112,7 @@ class Orchestrator:
             if signal.getsignal(number) != signal.SIG_IGN:   # nohup, and a shell's `&` in a script, have their reasons
                 # Never put back: a late Ctrl-C mustn't cut off the result that the caller prints.
                 signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)   # blocked since there is a record that somebody has to close
         restore_terminal = remember_terminal()
         try:
             self._preparing = True
@@ -725,6 +726,7 @@ class Orchestrator:
 
     def _node_lost(self, reason: str) -> None:
         if self._fsm.state not in TERMINAL:
+            self._followed = True             # as far as anybody can
             self._step(NodeLost(self._fsm.run_id, f"{self._contact.node.name}: {reason}"))
 
     # ---- the end -------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,17 @@ def test_while_the_workspace_is_read(warm, number):
     assert not (warm.node_dir / "runs" / warm.latest.name).exists()
 
 
+def test_as_early_as_there_is_a_record_it_is_closed(warm):
+    """At any moment of the first quarter of a second: no record is left that says that something is still to come."""
+    for delay_ms in range(60, 300, 12):
+        known = set(warm.runs.glob("early-*"))
+        run = Running(warm, warm.job("true", name="early"))
+        time.sleep(delay_ms / 1000)
+        run.signal(signal.SIGINT).end()
+        for path in set(warm.runs.glob("early-*")) - known:
+            assert json.loads((path / "run.json").read_text())["state"] in ("FAILED", "COMPLETED"), (delay_ms, run.err)
+
+
 def test_while_the_agent_is_deployed(here):
     slow = here.work / "slow-python"
     slow.write_text(f"#!/bin/sh\necho $$ > {here.work}/started\nexec sleep 600\n")
