@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 from gpurun.files import atomic_write
 
@@ -93,7 +93,7 @@ def _supervise(spec: Dict[str, Any]) -> Dict[str, Any]:
         number = signal.sigwait(BLOCKED)
         if number == signal.SIGTERM and not stopped:
             stopped = True
-            status = _end(descendants(os.getpid()), _grace(spec["folder"]), child)
+            status = _end(descendants(os.getpid()), lambda: _grace(spec["folder"]), child)
             if status is None:                # hangs in the kernel and will die when that lets it: nobody can wait for this
                 status = int(signal.SIGKILL)
         else:
@@ -101,7 +101,7 @@ def _supervise(spec: Dict[str, Any]) -> Dict[str, Any]:
     seconds = time.monotonic() - started
     left = descendants(os.getpid()) if _has_children() else set()
     if left:
-        _end(left, 0.0 if stopped else LEFTOVER_GRACE_S)
+        _end(left, lambda: 0.0 if stopped else LEFTOVER_GRACE_S)
     return {"code": 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status),
             "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
             "stopped": stopped, "seconds": round(seconds, 3), "hint": _hint(status, stopped, oom_before, left),
@@ -167,11 +167,12 @@ def _has_children() -> bool:
         return False
 
 
-def _end(pids: Set[int], grace_s: float, child: int = 0) -> Optional[int]:
-    """Ends processes and all below them: TERM, `grace_s`, KILL until none is left; the status of `child` if it was among them."""
+def _end(pids: Set[int], grace_s: Callable[[], float], child: int = 0) -> Optional[int]:
+    """Ends processes and all below them: TERM, `grace_s()` (asked again and again: somebody may want it sooner), KILL until none is left; the
+    status of `child` if it was among them."""
     status = None
-    for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
-        deadline = time.monotonic() + patience
+    for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, lambda: KILL_S)):
+        began = time.monotonic()
         signalled: Set[int] = set()
         while pids:
             for pid in pids if number == signal.SIGKILL else pids - signalled:   # KILL again and again: a fork may be quicker
@@ -180,7 +181,7 @@ def _end(pids: Set[int], grace_s: float, child: int = 0) -> Optional[int]:
             ended = _reap(child)
             status = ended if ended is not None else status
             pids = descendants(os.getpid())
-            if not pids or time.monotonic() >= deadline:
+            if not pids or time.monotonic() - began >= patience():
                 break
             time.sleep(0.01)
     ended = _reap(child)      # one that has just died isn't among the living any more

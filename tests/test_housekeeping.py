@@ -154,6 +154,14 @@ def test_an_rm_that_was_killed_leaves_nothing_that_looks_like_a_run(here):
     assert {path.name for path in here.runs.iterdir()} == {".gitignore"}
 
 
+def test_a_second_stop_with_less_patience_is_heard(warm):
+    run_id = submit(warm, warm.job("trap '' TERM; echo up; while :; do sleep 0.05; done", name="impatient"))
+    eventually(lambda: on_node(warm, run_id, "run.out") == "up\n")
+    first = Running(warm, "stop", run_id, "--grace", "60")
+    eventually(lambda: (warm.node_dir / "runs" / run_id / "stop").exists())
+    assert warm.gpurun("stop", run_id, "--grace", "0", timeout=20).returncode == 0 and first.end() == 0 and gone(run_id)
+
+
 @pytest.mark.parametrize("seconds", ["0", "30"])
 def test_stop_with_a_grace_period(warm, seconds):
     run_id = submit(warm, warm.job("trap '' TERM; echo up; while :; do sleep 0.05; done" if seconds == "0" else
