@@ -268,7 +268,10 @@ class Connection:
         return "relay" if used and used[0].is_relay else "direct"
 
     def rtt_s(self) -> Optional[float]:
-        rtt_ms = self._connection.rtt()
+        try:
+            rtt_ms = self._connection.rtt()
+        except iroh.IrohError:                                  # it is just ending
+            return None
         return None if rtt_ms is None else rtt_ms / 1000
 
     def close(self, code: int = CLOSE_BYE, reason: str = "") -> None:

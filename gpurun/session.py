@@ -72,10 +72,7 @@ class Session:
 
     def rtt_s(self) -> float:
         """Of the path that is in use, 0 where it isn't known (yet, or any more)."""
-        try:
-            return self._control.rtt_s() or 0.0
-        except Exception:                     # iroh's own, of a connection that is just ending
-            return 0.0
+        return self._control.rtt_s() or 0.0
 
     def close(self) -> None:
         self._closed = True
