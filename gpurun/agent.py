@@ -38,6 +38,7 @@ SILENCE_S = 60.0              # an operator pings every few seconds; a session s
 NO_RUN_S = 60.0               # a transfer may be asked for before its run's claim is given
 NEVER_STARTED_S = 300.0       # a run whose operator vanished before its job could start is given up
 HOUSEKEEPING_S = 5.0
+BEAT_S = 10.0                 # how often the agent shows that it works: `start` takes one that has long stopped doing so for hung
 SAMPLE_S, SAMPLE_MOST_S = 5.0, 60.0   # at first, and once a run has gone on for long: each asks nvidia-smi, which takes a second or more
 SAMPLE_GROWTH = 1.25
 RELEASE_S = 10.0              # between a run's last word and the node being free: a sync of its state
@@ -81,6 +82,7 @@ class Agent:
         self._take_up_runs()
         self._supervisors.prepare()
         threading.Thread(target=self._ask_gpus, name="gpus", daemon=True).start()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
         self.link.serve(self.authorized, self.handle)
 
     def serve(self, idle_exit_s: float) -> bool:
@@ -96,6 +98,16 @@ class Agent:
                 return True
             if self._claim is None and self._displaced():
                 return False
+
+    def _beat(self) -> None:
+        """Shows, by the time of a file, that this is more than a process that exists: its packets are dealt with."""
+        path = os.path.join(self._folder, "alive")
+        while True:
+            if self.link.answers(BEAT_S):
+                with contextlib.suppress(OSError):
+                    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                    os.utime(path)
+            time.sleep(BEAT_S)
 
     def _displaced(self) -> bool:
         """The folder was deleted, and perhaps made again for another agent: nobody will be sent to this one any more."""

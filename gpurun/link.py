@@ -430,6 +430,14 @@ class Link:
             stream.stop_reading()                               # or the read under way would stay as long as the connection
             self._streams.release()
 
+    def answers(self, timeout_s: float) -> bool:
+        """Whether this process still gets to its packets."""
+        try:
+            self._loop.call(asyncio.sleep(0), timeout_s, "the link's own loop")
+        except LinkError:
+            return False
+        return True
+
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the endpoint and its connections; what was written and not acknowledged may be lost."""
         try:

@@ -19,11 +19,13 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 EXIT_OLD_PYTHON, EXIT_NO_IROH, EXIT_NO_FOLDER, EXIT_BUSY_OTHER, EXIT_NOT_UP = 10, 11, 12, 13, 14
 START_S = 30.0                # for the agent to come up: loading iroh from a cold disk takes a few seconds
 REPLACE_S = 10.0
+HUNG_AFTER_S = 45.0           # an agent shows every 10 s that it works; on a machine that is out of breath less often
+HUNG_LOOK_S = 15.0            # and then it is watched for so long: a machine that was suspended wakes up with old times
 LOG_CAP_BYTES = 4 << 20
 START_BYTES = 1 << 20         # what an agent writes until it is up, generously
 LOGIN_S = 15.0                # a login shell whose start files hang longer than this isn't waited for
@@ -75,6 +77,9 @@ def _start(options: argparse.Namespace) -> int:
     except OSError as error:
         return _fail(EXIT_NO_FOLDER, _unwritable(error, folder))
     known = _living(folder)
+    if known is not None and _hung(folder):
+        _end(known, (signal.SIGKILL,))       # what runs there outlives it, as ever
+        known = None
     if known is not None:
         busy, same = _claimed(folder), known["agent"] == _own_hash()
         if same and _serves(known, options):
@@ -134,10 +139,28 @@ def _claimed(folder: str) -> str:
     return str(_read(os.path.join(folder, "claim.json")).get("run_id") or "")
 
 
-def _end(known: Dict[str, Any]) -> None:
+def _hung(folder: str) -> bool:
+    """Whether the agent that lives there has stopped working (a process that was stopped, a machine's fault). One of an older version doesn't show it."""
+    def shown() -> int:
+        try:
+            return os.stat(os.path.join(folder, "alive")).st_mtime_ns
+        except OSError:
+            return 0
+
+    before, deadline = shown(), time.monotonic() + HUNG_LOOK_S
+    if not before or time.time() - before / 1e9 < HUNG_AFTER_S:
+        return False
+    while shown() == before:
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _end(known: Dict[str, Any], numbers: Sequence[int] = (signal.SIGTERM, signal.SIGKILL)) -> None:
     from gpurun import supervise
-    for number, patience in ((signal.SIGTERM, REPLACE_S), (signal.SIGKILL, REPLACE_S)):
-        deadline = time.monotonic() + patience
+    for number in numbers:
+        deadline = time.monotonic() + REPLACE_S
         supervise.send(known["pid"], number)
         while time.monotonic() < deadline:
             if supervise.start_time(known["pid"]) != known["start"]:

@@ -477,7 +477,9 @@ class Orchestrator:
         if not self._taking_over and self._stop_wanted and not self._fsm.phase:
             self._step(OperatorStop(run_id))  # the node doesn't have the run, and we don't send it any more
         elif not self._taking_over:
-            self._step(NodeFault(run_id, reason=f"the node refused: {refused.reason}"))
+            other = (" The agent there isn't the one that was given the run: another machine answers to that name, or its node_dir was deleted"
+                     if known != self._contact.session.endpoint.agent_id else "")
+            self._step(NodeFault(run_id, reason=f"the node refused: {refused.reason}{other and '.'}{other}"))
         elif not refused.of:
             raise GpurunError(f"{node} can't go on with {run_id} by itself ({refused.reason}): {self._lacking or 'its job is another one here'}. Set that "
                               f"right and attach again, or end the run with `gpurun stop {run_id}`.")

@@ -507,6 +507,30 @@ def test_a_node_dir_of_somebody_else_is_exit_12(operator):
         assert done.returncode == 12 and f"{folder}/node".encode() in done.stdout and b"Permission denied" in done.stdout, done
 
 
+def test_an_agent_that_hangs_is_replaced_and_its_job_goes_on(node, operator, tmp_path):
+    known = node.up(operator)
+    alive, go = node.folder / "agent" / "alive", tmp_path / "go"
+    eventually(alive.exists)
+    talk = operator.talk(known, Hello(run_id="hung", claim=True), RunJob("hung", f"echo up; while [ ! -e {go} ]; do sleep 0.02; done; exit 3"))
+    eventually(lambda: (node.folder / "runs/hung/run.out").exists() and (node.folder / "runs/hung/run.out").read_bytes())
+    talk.close()
+    os.kill(known["pid"], signal.SIGSTOP)
+    assert node.up(operator)["pid"] == known["pid"], "stopped a moment ago: it may only be slow"
+    os.utime(alive, (time.time() - 60, time.time() - 60))
+    again = node.up(operator)
+    assert again["pid"] != known["pid"] and again["id"] == known["id"] and gone(known)
+    go.touch()
+    assert operator.talk(again, Hello(run_id="hung")).hear(JobExited, NodeFault).code == 3
+
+
+def test_an_agent_whose_last_word_is_old_and_that_works_is_left_alone(node, operator):
+    known = node.up(operator)
+    alive = node.folder / "agent" / "alive"
+    eventually(alive.exists)
+    os.utime(alive, (time.time() - 60, time.time() - 60))       # as on a machine that has just been woken up
+    assert node.up(operator)["pid"] == known["pid"]
+
+
 def test_an_agent_that_cannot_come_up_is_exit_14_with_the_reason(node, operator):
     (node.folder / "agent").mkdir(parents=True)
     (node.folder / "agent" / "key").write_text("no key")
