@@ -102,6 +102,7 @@ def run(job: str, cluster: str | None, node: str | None, runs_dir: str | None, a
 
 @cli.command(short_help="Give a job to a node and go: gpurun submit job.toml")
 @_job_options
+@click.option("--wait", is_flag=True, hidden=True, expose_value=False)   # as with run; here it is always so
 def submit(job: str, cluster: str | None, node: str | None, runs_dir: str | None, as_json: bool, quiet: bool, keep: int) -> int:
     """Bring a job to its node and return as soon as the node has all that it takes to end it alone; stdout is the run's id.
 
