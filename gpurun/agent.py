@@ -62,6 +62,7 @@ class Agent:
         self._environment = environment
         self._lock = threading.Condition()
         self._runs: Dict[str, NodeRun] = {}
+        self._damaged: Dict[str, str] = {}   # folders that an earlier agent left and that nothing can be read from
         self._claim: Optional[NodeRun] = None
         self._claimed_at = time.monotonic()
         self._queue: Deque[NodeRun] = collections.deque()
@@ -160,11 +161,14 @@ class Agent:
                     remove_tree(path)
                     continue
                 run = NodeRun.load(self.store, path, **self._parts())
-            except (GpurunError, OSError, KeyError, TypeError, ValueError):
+            except (GpurunError, OSError, KeyError, TypeError, ValueError) as error:
                 traceback.print_exc()
-                continue                     # a folder that nothing can be read from; it stays, for a person to look at
+                self._damaged[name] = str(error)   # it stays, for a person to look at
+                continue
             if run is not None:
                 self._runs[run.run_id] = run
+            elif os.path.isdir(path) and os.listdir(path):
+                self._damaged[name] = "its state.json is missing or of another version"
         with self._lock:
             self._queue.extend(sorted((run for run in self._runs.values() if not run.over),
                                       key=lambda run: (not run.had_turn, run.place, run.created)))
@@ -204,13 +208,20 @@ class Agent:
         del self._runs[run.run_id]
         return path
 
+    def unknown(self, run_id: str) -> str:
+        """Why there is no such run for this operator."""
+        if run_id in self._damaged:
+            return (f"the folder of {run_id} on this node, {os.path.join(self.store.runs, run_id)}, is damaged ({self._damaged[run_id]}): look at it there, "
+                    "and delete it by hand")
+        return f"this node has no run {run_id[:100]} of this operator"
+
     def remove(self, run_id: str, peer_id: str) -> Any:
         """Deletes an ended run; Removed, or why not as Refused. Takes as long as the disk does."""
         refused = Refused(run_id=run_id, of="RemoveRun")
         with self._lock:
             run = self._runs.get(run_id)
         if run is None:
-            return Removed(run_id=run_id)
+            return refused._replace(reason=self.unknown(run_id)) if run_id in self._damaged else Removed(run_id=run_id)
         if run.operator != peer_id:
             return refused._replace(reason=f"the run {run_id} is another operator's")
         if not run.settled.wait(RELEASE_S if _said_all(run) else 0.0):
@@ -255,7 +266,7 @@ class Agent:
             self._lock.wait_for(lambda: run_id in self._runs, NO_RUN_S)
         run = self.find(run_id, peer_id)
         if run is None:
-            raise WireError(f"this node has no run {run_id[:100]} of this operator")
+            raise WireError(self.unknown(run_id))
         return run
 
     def claim(self, hello: Hello, peer_id: str) -> Tuple[Optional[NodeRun], Optional[Busy]]:
@@ -515,7 +526,7 @@ class Session:
             run = self._agent.find(hello.run_id, self.peer_id)
             busy = self._agent.busy(run) if run is not None else None
             if run is None:
-                self.say(Refused(run_id=hello.run_id, of="Hello", reason=f"this node has no run {hello.run_id[:100]} of this operator"))
+                self.say(Refused(run_id=hello.run_id, of="Hello", reason=self._agent.unknown(hello.run_id)))
         if busy is not None:
             self.say(busy)                   # before the writer can see that the run's turn has come
         if run is not None:

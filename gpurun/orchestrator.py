@@ -489,6 +489,8 @@ class Orchestrator:
         elif known != self._contact.session.endpoint.agent_id:
             raise GpurunError(f"the agent on {node} isn't the one that was given {run_id}: another machine answers there, or its node_dir was deleted. "
                               f"The record stays as it is. If the run is gone for good, `gpurun rm --here {run_id}` removes it here.")
+        elif "damaged" in refused.reason and self._fsm.state not in TERMINAL:
+            self._step(NodeFault(run_id, reason=f"{node}: {refused.reason}"))
         elif not self._fsm.phase and not self._record.detached:
             self._step(NodeFault(run_id, reason=f"it never came to {node}: gpurun was ended before that. Nothing was run; run the job again"))
         elif self._fsm.state not in TERMINAL:

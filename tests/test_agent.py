@@ -31,7 +31,7 @@ from gpurun.agentfile import agent_file
 from gpurun.errors import LinkError, LinkTimeoutError, RefusedError, TransferError
 from gpurun.link import Link, Stream, load_key
 from gpurun.messages import (
-    NODE_SAYS, Busy, CollectOutputs, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeReady, Ping, Pong, Refused, RunJob, RunSetup,
+    NODE_SAYS, Busy, CollectOutputs, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeReady, Ping, Pong, Refused, RemoveRun, RunJob, RunSetup,
     SetupCompleted, StopJob,
 )
 
@@ -443,7 +443,11 @@ def test_a_run_folder_that_nothing_can_be_read_from_does_not_keep_the_agent_down
         if content is not None:
             (node.folder / "runs" / name / "state.json").write_bytes(content)
     (node.folder / "runs" / "a file").write_text("")
-    assert operator.run(node.up(operator), "r", "exit 5").code == 5
+    known = node.up(operator)
+    assert operator.run(known, "r", "exit 5").code == 5
+    said = operator.talk(known, Hello(run_id="broken")).hear(Refused)       # and whoever asks for it isn't told that it was deleted
+    assert str(node.folder / "runs" / "broken") in said.reason and "damaged" in said.reason and "state.json" in said.reason
+    assert "damaged" in operator.talk(known, Hello(), RemoveRun("broken")).hear(Refused).reason and (node.folder / "runs" / "broken").exists()
 
 
 # ---- a start that fails ----------------------------------------------------------------------------------------------------------
