@@ -180,6 +180,8 @@ def logs(run_name: str, follow: bool, tail: int | None, setup: bool, cluster: st
                           way_to(cluster), screen, operator_name())
         (reading.follow if follow else reading.read)(tail)
         record = folder.load()
+        if not record.node.get("agent_id") and not record.node_dir:
+            screen.say(f"{record.run_id} never came to a node, so it has printed nothing")
         if not follow and record.state not in ("COMPLETED", "FAILED"):
             screen.say(f"{record.run_id} isn't over: this is what there is so far")
     finally:
@@ -277,6 +279,8 @@ def fetch(run_name: str, paths: tuple[str, ...], to: str | None, cluster: str | 
     from gpurun.screen import Screen
     if to is not None and not to.strip():
         raise ConfigError("--to is empty; name a folder, or leave it out")
+    if to is not None and os.path.exists(to) and not os.path.isdir(to):
+        raise ConfigError(f"--to {to} is a file; name a folder, or one that is to be made")
     loaded_all()
     folder = _find(runs_dir, run_name)
     screen = Screen.choose(json=as_json, quiet=quiet)

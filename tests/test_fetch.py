@@ -144,3 +144,11 @@ def test_fetch_goes_on_after_the_loss_of_the_agent(here):
     assert run.end() == 0 and "connecting again" in run.err and (here.runs / run_id / "outputs/big").stat().st_size == 500 << 20
     go(here, "lost")
     assert here.gpurun("wait", run_id).returncode == 0
+
+
+def test_to_a_file_is_an_error_before_anything_is_asked(warm):
+    run_id = submit(warm, warm.job("echo 1 > x", name="to-file", outputs=["x"]))
+    (warm.work / "a-file").write_text("mine")
+    done = warm.gpurun("fetch", run_id, "x", "--to", "a-file")
+    assert done.returncode == 2 and b"a-file is a file" in done.stderr and (warm.work / "a-file").read_text() == "mine"
+    assert warm.gpurun("wait", run_id).returncode == 0
