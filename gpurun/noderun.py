@@ -137,7 +137,6 @@ class NodeRun:
         except OSError as error:
             raise TransferError(f"the run's folder {folder} could not be made on the node: {error.strerror} "
                                 f"({room(store.root, RECORDS_BYTES)})") from None
-        store.forget()
         run = cls(store, folder, state, **parts)
         run._began_phase()
         if not run._save():

@@ -187,7 +187,8 @@ class Store:
             self._known = {os.path.basename(tree.path): (time.monotonic(), found.st_mtime_ns, found.st_size)}
 
     def forget(self) -> None:
-        """A run begins: its tree is looked at anew, whatever an earlier run has found."""
+        """What was found whole is looked at anew from now on: a run has its workdir, and the next one may come in a year. (Not when the next one
+        begins: its push may have come before it, and would have been answered by what is known of the last.)"""
         with self._lock:
             self._known = {}
 
@@ -204,13 +205,12 @@ class Store:
         """Makes `workdir` from the entries, whole or not at all; (files, bytes). Replaces what an earlier try left there and beside it."""
         with self._in_use:
             self._users += 1
-        fresh, made, done = workdir + ".new", [0, 0], False
+        fresh, made = workdir + ".new", [0, 0]
         try:
             remove_tree(fresh)
             self._fill(entries, fresh, made)
             remove_tree(workdir)
             os.rename(fresh, workdir)
-            done = True
             return made[0], made[1]
         except OSError as error:
             free = free_bytes(self.root)
@@ -226,8 +226,7 @@ class Store:
         finally:
             with self._in_use:
                 self._users -= 1
-            if not done:
-                self.forget()
+            self.forget()
 
     def _fill(self, entries: Iterable[manifest.Entry], fresh: str, made: List[int]) -> None:
         os.mkdir(fresh, 0o700)

@@ -137,6 +137,17 @@ def test_what_arrived_is_used_without_being_hashed_again_however_old_it_is(store
     assert time.time() - os.stat(store._path(sha(b"x" * 5000))).st_mtime < 60
 
 
+def test_what_was_damaged_after_a_run_is_noticed_by_the_next_ones_push_even_before_that_run_is_there(store, tmp_path):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "f").write_bytes(b"good bytes")
+    _, tree_id = fill(store, tmp_path / "tree")
+    store.materialize(store.tree(tree_id), str(tmp_path / "work"))
+    path = Path(store._path(sha(b"good bytes")))
+    path.chmod(0o600)
+    path.write_bytes(b"evil bytes")
+    assert store.tree(tree_id) is None
+
+
 @pytest.mark.parametrize("before", ["it is asked for", "it is copied"])
 def test_a_content_that_somebody_changed_never_reaches_a_job_and_is_asked_for_again(store, tmp_path, before):
     (tmp_path / "tree").mkdir()
