@@ -12,6 +12,7 @@ environment are in none of these files: a record has their names.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -178,6 +179,7 @@ class RunFolder:
         fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._sweep()
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 os.close(fd)
@@ -190,6 +192,13 @@ class RunFolder:
         except OSError:   # a full disk: that somebody has the lock still shows, only not who
             pass
         return True
+
+    def _sweep(self) -> None:
+        """Removes what a driver that was killed left half-written: nobody else writes here."""
+        with contextlib.suppress(OSError):   # a folder that can't be written in: it is no worse than before
+            for name in os.listdir(self.path):
+                if name.startswith(TEMP_PREFIX):
+                    os.unlink(os.path.join(self.path, name))
 
     def driver(self) -> int | None:
         """The id of the process that drives this run, if there is one."""

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from gpurun import records, transfer
 from gpurun.errors import RecordError
+from gpurun.files import TEMP_PREFIX
 from gpurun.records import Record, RunFolder, all_runs, choose_runs_dir, find, new_run_id
 
 NOW = datetime(2025, 6, 1, 14, 3, 9)
@@ -225,3 +227,15 @@ def test_all_runs_reports_broken_ones_among_the_others(runs):
 
 def test_a_record_has_no_place_for_values_of_the_environment():
     assert not {"env", "environ", "environment"} & set(Record().__dict__)
+
+
+def test_who_takes_a_run_over_removes_what_a_killed_driver_left_half_written_and_a_reader_does_not(tmp_path):
+    folder, _ = RunFolder.create(str(tmp_path), "job")
+    half = Path(folder.path, TEMP_PREFIX + "0123456789abcdef")
+    half.write_bytes(b'{"version": 1, "ru')
+    other = RunFolder(folder.path)
+    assert other.driver() is None and half.exists()
+    assert other.try_lock() and not half.exists() and other.load().run_id == folder.run_id
+    half.write_bytes(b"of the driver of now")
+    assert not folder.try_lock() and half.exists()
+    other.close()
