@@ -150,7 +150,7 @@ def test_any_fields_are_a_well_typed_message_or_a_wire_error(kind, fields):
 
 texts = st.text(max_size=30)
 made = st.one_of(
-    st.builds(Hello, texts, texts, texts, texts, st.booleans(), st.booleans(), st.integers(-2**63, 2**63 - 1)),
+    st.builds(Hello, texts, texts, texts, texts, st.booleans(), st.booleans(), st.integers(-2**63, 2**63 - 1), st.integers(-2**63, 2**63 - 1)),
     st.builds(RunJob, texts, texts, st.dictionaries(texts, texts, max_size=3)),
     st.builds(OutputsCollected, texts, st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**62), st.lists(texts, max_size=3)),
     st.builds(JobExited, texts, st.integers(0, 9), st.integers(0, 255), st.integers(0, 64), st.booleans(), st.integers(0, 2**62),
