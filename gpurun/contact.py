@@ -169,8 +169,10 @@ class Contact:
                     return
             except LinkTimeoutError as error:
                 tell("unreached", self._blocked(error) if vouched else error)
-            except (GpurunError, OSError) as error:
-                tell("unreached", error if isinstance(error, GpurunError) else LinkError(str(error.strerror or error)))
+            except GpurunError as error:
+                tell("unreached", error)
+            except Exception as error:        # of a library, whatever it was: a way that is given up would never be tried again
+                tell("unreached", LinkError(f"{type(error).__name__}: {error}"))
             pause_s = min(RETRY_S[min(tries, len(RETRY_S) - 1)], self._lost_after_s / 10 if indirect else DIRECT_PAUSE_S)
             tries += 1
 
