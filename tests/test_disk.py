@@ -376,6 +376,7 @@ def test_a_run_whose_turn_comes_on_a_full_disk_is_not_begun_and_says_why(on_node
     here = on_node.here
     holder = here.gpurun("submit", here.job(on_node.until_go(), name="holder")).stdout.decode().strip()
     waits = here.gpurun("submit", here.job("touch ran", name="waits")).stdout.decode().strip()
+    eventually((on_node.folder / "runs" / holder / "run.out").exists)        # its supervisor has what it needs of the disk
     eventually(lambda: (on_node.folder / "runs" / waits / "work").exists())
     on_node.disk.full()
     on_node.go.touch()
