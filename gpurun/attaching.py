@@ -19,7 +19,7 @@ from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_TIME_LIMIT, ConfigErro
 from gpurun.files import room
 from gpurun.logs import Logs, follow_local
 from gpurun.messages import TERMINAL
-from gpurun.orchestrator import KEYS, Orchestrator
+from gpurun.orchestrator import KEYS, SIGNALS, Orchestrator
 from gpurun.records import Record, RunFolder
 from gpurun.screen import Screen, end_on_ctrl_c
 from gpurun.stopping import Way, complete, job_on_record, never_given, settled, stop_run
@@ -27,7 +27,6 @@ from gpurun.stopping import Way, complete, job_on_record, never_given, settled, 
 POLL_S = 0.2
 TRIES = 8                     # in a row, before `logs -f` gives a node up
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 # ---- taking a run over ---------------------------------------------------------------------------------------------------------------
@@ -63,12 +62,6 @@ def result_of(folder: RunFolder, record: Record) -> dict[str, Any]:
             "missing": record.missing, "seconds": seconds, "bytes": dict(record.bytes)}
 
 
-def show(screen: Screen) -> Callable[[str, bytes], None]:
-    """Puts a piece of a log where the job's own output goes."""
-    where = {"run.out": screen.job_stdout, "run.err": screen.job_stderr}
-    return lambda name, data: where.get(name, screen.setup_output)(data)
-
-
 # ---- attach ----------------------------------------------------------------------------------------------------------------------------
 
 def attach(folder: RunFolder, way: Way, screen: Screen, operator: str, tail: int | None = None) -> dict[str, Any]:
@@ -80,7 +73,7 @@ def attach(folder: RunFolder, way: Way, screen: Screen, operator: str, tail: int
         screen.say(f"process {folder.driver() or '?'} drives {folder.run_id} here; watching it")
         signals = _Signals(folder, way, screen, operator)
         # Nothing is missed and nothing comes twice: what was written before we have the lock is shown before this returns.
-        follow_local(folder, show(screen), lambda: signals.handle() or folder.try_lock(), tail)
+        follow_local(folder, screen.log, lambda: signals.handle() or folder.try_lock(), tail)
         screen.stop_asking()
         if signals.left:
             screen.warn(f"left; the run {folder.run_id} goes on. Watch it with: gpurun attach {folder.run_id}")
@@ -92,7 +85,7 @@ def attach(folder: RunFolder, way: Way, screen: Screen, operator: str, tail: int
         if not complete(record):
             record = _complete(folder, record, way, screen, operator)
         if not shown:
-            Logs(folder).show(show(screen), tail)
+            Logs(folder).show(screen.log, tail)
         return result_of(folder, record)
     finally:
         folder.close()

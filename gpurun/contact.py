@@ -3,7 +3,7 @@
 `membership` decides; here is what it asks for: pings, the line for a loss and the one for the return, new sessions by threads. The direct way is
 tried first, then the indirect one beside it: SSH (or, for this machine, its processes), which looks after the agent and starts it again. All
 methods but the threads' run in the owner's thread; the threads' news lands in the owner's inbox as `("reconnected", None, session)`,
-`("vouched", …)` and `("unreached", None, error)`, and the owner hands them to the methods of those names.
+`("vouched", …)` and `("unreached", None, error)`, and the owner hands them to `connected` and the methods of those names.
 """
 
 from __future__ import annotations
@@ -88,9 +88,6 @@ class Contact:
         if self.session is not None:
             self.session.close()
             self.session = None
-
-    def reconnected(self, session: Session) -> None:
-        self.connected(session)
 
     def vouched(self) -> None:
         """The machine is there, and its agent too, which was started if need was."""

@@ -45,7 +45,7 @@ LOGS_S = 60.0                 # for the rest of the logs once all else is done, 
 FAULT_LOGS_S = 5.0            # the same when the node could not end the run as it should
 PUSHES = 3                    # a workspace that changes under us is listed and pushed again this often
 KEEP_RUNS = Hello().keep      # collected runs of this operator that the node keeps
-GRACE_S = 10.0                # between TERM and KILL
+GRACE_S = StopJob().grace_s   # between TERM and KILL
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEYS = {"s": "stop the job", "d": "detach: the job goes on there", "g": "go on watching"}
 
@@ -638,7 +638,7 @@ class Orchestrator:
     def _follow_logs(self, session: Session) -> None:
         if self._taking_over and self._echo and self._tail is None and not self._past_shown:
             self._past_shown = True
-            self._logs.show(self._show)       # what is here already
+            self._logs.show(self._screen.log)       # what is here already
         run_id, kept = self._fsm.run_id, None
         if self._taking_over:                 # a node that was left alone keeps the run until it knows that its logs are here
             kept = lambda sizes: not self._logs.behind(sizes)
@@ -663,7 +663,7 @@ class Orchestrator:
         self._writing = True
         self._tail, self._shown[name] = None, position + len(data)
         if self._echo:
-            self._show(name, data)
+            self._screen.log(name, data)
         self._log_moved, self._writing = time.monotonic(), False
 
     def _keep_log(self, name: str, position: int, data: bytes) -> None:
@@ -673,9 +673,6 @@ class Orchestrator:
             path = self._folder.logs[name]
             self._warn_once(path, f"{path} can't be written: {self._logs.trouble[name].strerror} ({room(self._folder.path, len(data))} and more). The "
                                   f"job goes on and so does its log on the node; make room, and `gpurun fetch {self._fsm.run_id}` brings the rest")
-
-    def _show(self, name: str, data: bytes) -> None:
-        {"run.out": self._screen.job_stdout, "run.err": self._screen.job_stderr}.get(name, self._screen.setup_output)(data)
 
     def _follow_ended(self, outcome: Any) -> None:
         if isinstance(outcome, LinkError):
@@ -725,7 +722,7 @@ class Orchestrator:
         self._contact.vouched()
 
     def _reconnected(self, session: Session) -> None:
-        self._contact.reconnected(session)
+        self._contact.connected(session)
         self._hello()
 
     def _node_lost(self, reason: str) -> None:

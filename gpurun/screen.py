@@ -385,6 +385,10 @@ class Screen:
         elif data and self.mode != "quiet":
             self._pass_on(self._err, data, dim=True)
 
+    def log(self, name: str, data: bytes) -> None:
+        """A piece of the log that the node calls so."""
+        {"run.out": self.job_stdout, "run.err": self.job_stderr}.get(name, self.setup_output)(data)
+
     @contextmanager
     def _unasked(self, lock: Any) -> Iterator[None]:
         """The lock, at a moment when no question stands."""

@@ -22,7 +22,7 @@ from gpurun.records import Record, RunFolder, utc_now
 from gpurun.screen import Screen
 from gpurun.session import reach
 
-GRACE_S = 10.0
+GRACE_S = StopJob().grace_s
 STOP_S = 50.0                 # TERM, KILL and a slow link, beside the grace period
 CLOSE_S = 15.0                # for the gpurun that drives the run to close its record after that
 
