@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from queue import Empty, SimpleQueue
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from gpurun import __version__, wire
 from gpurun.errors import DeployError, GpurunError, LinkError, SSHError, WireError
 from gpurun.link import Link, Stream
-from gpurun.messages import NODE_SAYS, Hello, Ping, QueryRuns, Refused, Removed, RemoveRun, RunStates
+from gpurun.messages import NODE_SAYS, Arm, Armed, Hello, NodeReady, Ping, QueryRuns, Refused, Removed, RemoveRun, RunStates
 from gpurun.provider import Endpoint, Node
 from gpurun.screen import Screen
-from gpurun.session import DIAL_S, reach
+from gpurun.session import reach
+from gpurun.ways import KNOWN_S, Way, bring, dial
 
 ANSWER_S = 20.0
 REMOVE_S = 600.0              # a workdir of millions of files, on a slow disk
@@ -32,6 +34,8 @@ class Asked:
         self.session = reach(link, node, self._inbox, screen.say, lambda name, done, total: screen.progress(done, total, "B", name),
                              lambda: screen.phase("deploy", f"to {node.name}"))
         screen.phase("")
+        if self.session.note:
+            screen.say(self.session.note)
         try:
             self.session.begin(hello(operator), QueryRuns(list(run_ids)))
             self.states: dict[str, Any] = self._answer(RunStates, "QueryRuns", ANSWER_S).states
@@ -82,7 +86,7 @@ class Asked:
                 if time.monotonic() - pinged > PING_S:
                     pinged = time.monotonic()
                     self._ping()
-                    if self.node.kind == "local" and self.node.cached_endpoint() is None:
+                    if self.node.cluster.here and self.node.cached_endpoint() is None:
                         self.session.close()  # its agent has ended: here that can be seen, long before QUIC's own time is up
                 continue
             if error is not None:
@@ -115,27 +119,57 @@ def raise_refusal(item: Any, of: str, node: str) -> None:
         raise GpurunError(f"{node} refused: {item.reason}")
 
 
-def ask_once(link: Link, endpoint: Endpoint, run_ids: Sequence[str], operator: str) -> dict[str, Any]:
+def ask_once(link: Link, node: Node, endpoint: Endpoint, run_ids: Sequence[str], operator: str) -> dict[str, Any]:
     """The states of these runs from an agent that should be up, over one connection. Deploys nothing; LinkError when it doesn't answer."""
-    connection = link.dial(endpoint.agent_id, endpoint.addresses, wire.CONTROL_ALPN, DIAL_S, endpoint.node, endpoint.relay_url or None)
-    try:
-        stream = connection.open(DIAL_S)
-        reader, states = wire.Reader(stream), {}
-        stream.write(wire.encode(hello(operator)), DIAL_S)
+    states: dict[str, Any] = {}
+    with _answers(dial(link, node, endpoint, [wire.CONTROL_ALPN], KNOWN_S), operator) as answer:
         for start in range(0, len(run_ids), AT_ONCE):
-            stream.write(wire.encode(QueryRuns(list(run_ids[start:start + AT_ONCE]))), DIAL_S)
-            states.update(_states(reader, endpoint.node))
-        return states
+            states.update(answer(QueryRuns(list(run_ids[start:start + AT_ONCE])), RunStates).states)
+    return states
+
+
+def facts_once(link: Link, node: Node, endpoint: Endpoint, operator: str, dial_s: float = KNOWN_S, over: Any = None) -> dict[str, Any]:
+    """What an agent that should be up says of itself and its machine. LinkError when it doesn't answer. `over`: an ssh.Connection to go by,
+    which is closed."""
+    with _answers(dial(link, node, endpoint, [wire.CONTROL_ALPN], dial_s, over), operator) as answer:
+        return answer(None, NodeReady).facts
+
+
+def arm_once(link: Link, node: Node, endpoint: Endpoint, arm: Arm | None, operator: str) -> Armed:
+    """Tell an agent when its machine is to be ended; what it says to that. With None there is nothing to tell: it answers, and that is all. One that
+    UDP doesn't get to is looked after over SSH, and the way that works is remembered."""
+    try:
+        way = dial(link, node, endpoint, [wire.CONTROL_ALPN], KNOWN_S)
+    except LinkError:
+        way = bring(link, node, [wire.CONTROL_ALPN], lambda text: None, lambda name, done, total: None)
+    with _answers(way, operator) as answer:
+        if arm is None:
+            answer(None, NodeReady)
+            return Armed()
+        return answer(arm, Armed)
+
+
+@contextlib.contextmanager
+def _answers(way: Way, operator: str) -> Iterator[Callable[[Any, type], Any]]:
+    """A function that says a message (or nothing) and returns the first answer of a kind, over a connection of its own."""
+    (connection,), node = way.connections, way.endpoint.node
+    try:
+        stream = connection.open(ANSWER_S)
+        reader = wire.Reader(stream)
+        stream.write(wire.encode(hello(operator)), ANSWER_S)
+
+        def answer(message: Any, kind: type) -> Any:
+            if message is not None:
+                stream.write(wire.encode(message), ANSWER_S)
+            while True:
+                line = reader.line(ANSWER_S)
+                if not line:
+                    raise WireError(f"{node} ended the session without an answer; its agent is of another version")
+                item = wire.decode(line, NODE_SAYS)
+                if isinstance(item, kind):
+                    return item
+                raise_refusal(item, type(message).__name__, node)
+
+        yield answer
     finally:
         connection.close()
-
-
-def _states(reader: wire.Reader, node: str) -> dict[str, Any]:
-    while True:
-        line = reader.line(ANSWER_S)
-        if not line:
-            raise WireError(f"{node} ended the session without an answer; its agent is of another version")
-        item = wire.decode(line, NODE_SAYS)
-        if isinstance(item, RunStates):
-            return item.states
-        raise_refusal(item, "QueryRuns", node)

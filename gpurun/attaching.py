@@ -12,14 +12,14 @@ import time
 from queue import SimpleQueue
 from typing import Any, Callable, Mapping, Sequence
 
-from gpurun import config, transfer
+from gpurun import config, signals, transfer
 from gpurun.asking import UNREACHED, Asked
 from gpurun.config import Job
 from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_TIME_LIMIT, ConfigError, GpurunError, LinkError
 from gpurun.files import room
 from gpurun.logs import Logs, follow_local
 from gpurun.messages import TERMINAL
-from gpurun.orchestrator import KEYS, SIGNALS, Orchestrator
+from gpurun.orchestrator import KEYS, Orchestrator
 from gpurun.records import Record, RunFolder
 from gpurun.screen import Screen, end_on_ctrl_c
 from gpurun.stopping import Way, complete, job_on_record, never_given, settled, stop_run
@@ -55,11 +55,8 @@ def job_again(record: Record, environ: Mapping[str, str]) -> tuple[Job, str]:
 
 def result_of(folder: RunFolder, record: Record) -> dict[str, Any]:
     """What `Orchestrator.run` returns, from a record."""
-    seconds = {name: record.seconds.get(name, 0.0) for name in ("push", "setup", "run", "collect", "total")}
     code = record.exit_code if record.exit_code is not None else EXIT_FAILED
-    return {"run_id": record.run_id, "state": record.state, "exit_code": code if record.state in TERMINAL else EXIT_STOPPED,
-            "reason": record.reason, "node": record.node.get("name", ""), "outputs_dir": folder.outputs, "outputs": record.outputs,
-            "missing": record.missing, "seconds": seconds, "bytes": dict(record.bytes)}
+    return record.result(folder.outputs, code if record.state in TERMINAL else EXIT_STOPPED)
 
 
 # ---- attach ----------------------------------------------------------------------------------------------------------------------------
@@ -108,9 +105,7 @@ class _Signals:
         self._inbox: "SimpleQueue[Any]" = SimpleQueue()
         self._asked = self._stopping = self.left = False
         self._count = 0
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+        signals.handle(self._on_signal)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._count += 1

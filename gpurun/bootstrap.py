@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpurun.agentfile import agent_file
-from gpurun.errors import DeployError
+from gpurun.errors import DeployError, UnfitError
 from gpurun.files import FULL, atomic_write, human_bytes, make_private_dir, room
 from gpurun.paths import cache_dir
 from gpurun.provider import check_endpoint
@@ -37,9 +37,10 @@ WHEELS = {("Linux", "x86_64"): "manylinux_2_28_x86_64", ("Linux", "aarch64"): "m
           ("Darwin", "arm64"): "macosx_11_0_arm64"}
 GLIBC = (2, 28)           # of these wheels
 PYTHONS = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python3.9", "python3.8", "/usr/bin/python3",
-           "/usr/local/bin/python3", "/opt/conda/bin/python3", "~/miniconda3/bin/python3", "~/miniforge3/bin/python3")
+           "/usr/local/bin/python3", "/opt/conda/bin/python3", "/venv/main/bin/python3", "/opt/python-venv/bin/python3", "~/miniconda3/bin/python3", "~/miniforge3/bin/python3")
 SPARE_BYTES = 32 << 20    # beside what is sent: logs, and the file system's own needs
 PROBE_S, UNPACK_S, START_S = 60.0, 120.0, 90.0
+APT_S = 300.0                 # Debian's python3 is 10 MB; a slow mirror has its time
 PIP_S = 300.0
 
 Progress = Callable[[str, int, int], None]   # what is sent, bytes sent, bytes in all
@@ -195,36 +196,42 @@ def _python_line(line: str) -> tuple[str, str, str]:
 
 
 def check(facts: Facts, host: str, cluster: Cluster) -> str:
-    """The platform of the iroh wheel that works on this node. DeployError, with the ways out, for a node that can't run the agent."""
+    """The platform of the iroh wheel that works on this node, "" where none does. UnfitError, with the ways out, for a node that can't run the
+    agent."""
     where = f"in {cluster.path}" if cluster.path else "in the cluster file"
     if not facts.python:
         if cluster.python:
             said = facts.pythons[0] if facts.pythons else None
-            raise DeployError(f"{host}: `python = \"{cluster.python}\"` {where} " +
+            raise UnfitError(f"{host}: `python = \"{cluster.python}\"` {where} " +
                               (f"can't be used: Python {said[1]}: {said[2]}" if said and said[1] else
                                f"can't be used: {said[2]}" if said else "isn't there") +
                               ". The agent needs Python 3.8 or newer with its whole standard library; without that line gpurun looks for one.")
         tried = "".join(f"\n  {path}: {' '.join(part for part in (version, state) if part)}" for path, version, state in facts.pythons)
-        raise DeployError(f"{host} has no Python that the agent can run on (3.8 or newer, with its whole standard library).{tried}\n"
+        raise UnfitError(f"{host} has no Python that the agent can run on (3.8 or newer, with its whole standard library).{tried}\n"
                           f"Install one there (Debian, Ubuntu: apt-get install python3; Alpine: apk add python3), or name one {where}: "
                           "python = \"/path/to/python3\"")
+    if not facts.writable:
+        raise UnfitError(f"{host}: {facts.node_dir} can't be written by {facts.user or facts.uid} ({facts.near} is a file, read-only or "
+                          f"somebody else's). Name another folder {where}: node_dir = \"/path/on/the/node\"")
+    return _wheel(facts)[0]
+
+
+def why_no_iroh(facts: Facts) -> str:
+    """Why iroh, which is the fast way between here and there, can't be loaded on this node; "" where it can."""
+    return _wheel(facts)[1]
+
+
+def _wheel(facts: Facts) -> tuple[str, str]:
     arch = {"arm64": "aarch64", "amd64": "x86_64"}.get(facts.arch, facts.arch) if facts.os == "Linux" else facts.arch
     tag = WHEELS.get((facts.os, arch))
-    platform = f"{facts.os} {facts.arch}"
     if tag is None:
-        raise DeployError(f"{host} is {platform}, and iroh, which carries everything between here and there, has no build for that: only "
-                          f"for {', '.join(' '.join(key) for key in WHEELS)}. Use another node.")
+        return "", f"{facts.os} {facts.arch}, which iroh has no build for"
+    needs = "and iroh loads only with glibc 2.28 or newer"
     if facts.os == "Linux" and facts.libc != "glibc":
-        raise DeployError(f"{host} has {'musl' if facts.libc == 'musl' else 'no glibc'} as its C library (Alpine?), and iroh, which "
-                          "carries everything between here and there, loads only with glibc 2.28 or newer. Use an image on Debian 10, "
-                          "Ubuntu 20.04, RHEL 8 or newer.")
+        return "", f"{'musl' if facts.libc == 'musl' else 'no glibc'} as its C library, {needs}"
     if facts.os == "Linux" and facts.libc_version < GLIBC:
-        raise DeployError(f"{host} has glibc {'.'.join(map(str, facts.libc_version))}, and iroh, which carries everything between here and "
-                          "there, loads only with glibc 2.28 or newer. Use an image on Debian 10, Ubuntu 20.04, RHEL 8 or newer.")
-    if not facts.writable:
-        raise DeployError(f"{host}: {facts.node_dir} can't be written by {facts.user or facts.uid} ({facts.near} is a file, read-only or "
-                          f"somebody else's). Name another folder {where}: node_dir = \"/path/on/the/node\"")
-    return tag
+        return "", f"glibc {'.'.join(map(str, facts.libc_version))}, {needs}"
+    return tag, ""
 
 
 class Missing(NamedTuple):
@@ -233,8 +240,8 @@ class Missing(NamedTuple):
 
 
 def what_is_missing(facts: Facts, agent: str, agent_size: int, lib: str) -> Missing:
-    """What the node lacks of the agent file (its name; a file cut short by a crash counts as missing) and of the iroh folder."""
-    return Missing((agent, agent_size) not in facts.agents, lib not in facts.libs)
+    """What the node lacks of the agent file (its name; a file cut short by a crash counts as missing) and of the iroh folder (`lib`, "" for none)."""
+    return Missing((agent, agent_size) not in facts.agents, bool(lib) and lib not in facts.libs)
 
 
 # ---- iroh for another machine --------------------------------------------------------------------------------------------------
@@ -325,6 +332,13 @@ print("GPURUN-UNPACKED")
 """
 
 
+# The certificates are for the agent too, which ends its machine over https.
+APT_GET = """
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq && apt-get install -y -qq --no-install-recommends python3 ca-certificates
+"""
+
+
 # ---- deploy over SSH -----------------------------------------------------------------------------------------------------------
 
 def probe(ssh: Connection, node_dir: str, python: str = "") -> Facts:
@@ -336,14 +350,22 @@ def probe(ssh: Connection, node_dir: str, python: str = "") -> Facts:
 
 
 def deploy(ssh: Connection, cluster: Cluster, operator_id: str, say: Callable[[str], None] = lambda _text: None,
-           progress: Progress = lambda *_: None, idle_exit_s: float = 7 * 86400) -> dict[str, Any]:
+           progress: Progress = lambda *_: None, idle_exit_s: float = 7 * 86400, ours: bool = False) -> dict[str, Any]:
     """Put on the host what it lacks and start the agent, over this one connection. What the agent says of itself comes back:
-    id, addresses, port, pid, agent (its hash), version, protocol, python, note. May be repeated at any time."""
+    id, addresses, port, socket, iroh (why it has none), pid, agent (its hash), version, protocol, python, note. May be repeated at any time. `ours`: it was rented for us, so a
+    Python that it lacks may be installed."""
     host = str(ssh.target)
     agent = agent_file()
     facts = probe(ssh, cluster.node_dir, cluster.python)
+    if ours and not facts.python and not cluster.python:
+        say(f"{host} has no Python: installing Debian's with apt-get")
+        done = ssh.run("exec sh -s", APT_GET.encode(), APT_S)
+        facts = probe(ssh, cluster.node_dir, cluster.python)
+        if not facts.python:
+            raise UnfitError(f"{host} has no Python, and apt-get could not install one (exit code {done.code}):\n{done.last_lines()}\n"
+                             "Take an image that has Python 3.8 or newer, or apt-get and the internet.")
     tag = check(facts, host, cluster)
-    lib = f"iroh-{iroh_version()}-{tag}"
+    lib = f"iroh-{iroh_version()}-{tag}" if tag else ""
     missing = what_is_missing(facts, agent.name, agent.size, lib)
     packed = iroh_zip(tag, say) if missing.iroh else None
     need = (agent.size if missing.agent else 0) + (packed.stat().st_size + _unpacked_size(packed) if packed else 0)
@@ -351,7 +373,7 @@ def deploy(ssh: Connection, cluster: Cluster, operator_id: str, say: Callable[[s
         raise DeployError(f"{host}: {facts.near} has {human_bytes(facts.free_bytes)} free, gpurun needs "
                           f"{human_bytes(need + SPARE_BYTES)} there. Make room, or name another folder in "
                           f"{cluster.path or 'the cluster file'}: node_dir = \"/path/on/the/node\"")
-    agent_path, lib_path = f"{facts.node_dir}/agent/{agent.name}", f"{facts.node_dir}/lib/{lib}"
+    agent_path, lib_path = f"{facts.node_dir}/agent/{agent.name}", f"{facts.node_dir}/lib/{lib}" if lib else ""
     if missing.agent:
         size = agent.size
         ssh.put(agent.path, agent_path, lambda sent: progress("agent", sent, size))
@@ -364,7 +386,31 @@ def deploy(ssh: Connection, cluster: Cluster, operator_id: str, say: Callable[[s
     argv = _start_argv(facts.python, agent_path, facts.node_dir, operator_id, f"0.0.0.0:{cluster.udp_port}", lib_path, cluster.relay,
                        idle_exit_s)
     done = ssh.run("exec " + shlex.join(argv), timeout_s=START_S)
-    return parse_start(host, done.code, done.stdout, done.stderr)
+    said = parse_start(host, done.code, done.stdout, done.stderr)
+    return said if tag or not said.get("iroh") else dict(said, iroh=f"it has {why_no_iroh(facts)}")
+
+
+# Only a process that is an agent's: its number may be another one's by now.
+STOP = r"""
+dir=DIR
+pid=$(sed -n 's/.*"pid": *\([0-9][0-9]*\).*/\1/p' "$dir/agent/endpoint.json" 2>/dev/null)
+serves() { if [ -r "/proc/$pid/cmdline" ]; then tr '\0' ' ' < "/proc/$pid/cmdline" | grep -q ' serve '; else kill -0 "$pid" 2>/dev/null; fi; }
+if [ -n "$pid" ] && serves; then
+  kill "$pid"
+  tries=0
+  while serves && [ $tries -lt 50 ]; do sleep 0.1; tries=$((tries + 1)); done
+  serves && kill -9 "$pid"
+fi
+echo GPURUN-STOPPED
+"""
+
+
+def stop(ssh: Connection, node_dir: str) -> None:
+    """End the agent on the host, if one runs; its jobs go on without it. DeployError where that couldn't be done."""
+    from gpurun.ssh import remote_path
+    done = ssh.run("exec sh -s", STOP.replace("DIR", remote_path(node_dir)).encode(), PROBE_S)
+    if b"GPURUN-STOPPED" not in done.stdout:
+        raise DeployError(f"{ssh.target}: the agent there could not be stopped (exit code {done.code}):\n{done.last_lines()}")
 
 
 def _unpacked_size(path: Path) -> int:
@@ -377,7 +423,7 @@ def _start_argv(python: str, agent: str, node_dir: str, operator_id: str, bind: 
                 idle_exit_s: float) -> list[str]:
     """-I: the user's PYTHONPATH and site-packages are the job's business and not the agent's."""
     return [python, "-I", agent, "start", "--node-dir", node_dir, "--authorize", operator_id, "--bind", bind, "--lib", lib,
-            "--relay", relay if isinstance(relay, str) else ",".join(relay), "--idle-exit-s", f"{idle_exit_s:g}"]
+            "--relay", relay if isinstance(relay, str) else ",".join(relay), "--carrier", "any" if lib else "ssh", "--idle-exit-s", f"{idle_exit_s:g}"]
 
 
 def parse_start(host: str, code: int, stdout: bytes, stderr: bytes) -> dict[str, Any]:

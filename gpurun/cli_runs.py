@@ -9,34 +9,16 @@ from typing import Any
 
 import click
 
-from gpurun.cli_shared import Command, loaded_all, operator_name, options, print_line, status_object, way_to
+from gpurun.cli_shared import Command, Time, loaded_all, operator_name, options, print_line, status_object, way_to
 from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_TIME_LIMIT, ConfigError, GpurunError
 
 REASON_COLUMNS = 100   # of a reason in the list of runs; `gpurun status RUN` has all of it
 GRACE_S = 10.0         # between TERM and KILL
-LONGEST_S = 366 * 86400.0
 
 
 def _run_option(function: Any) -> Any:
     """Of a command that may have to reach a run's node."""
     return click.option("--cluster", metavar="FILE", help="The cluster file that has the run's node, if the one that it was started with is gone.")(function)
-
-
-class Time(click.ParamType):
-    """90, 90s, 10m, 2h, 1d."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if isinstance(value, float):
-            return value
-        try:
-            number = float(value.rstrip("smhd") or "x") * {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(value[-1:], 1)
-            if len(value) - len(value.rstrip("smhd")) <= 1 and 0 <= number <= LONGEST_S:
-                return number
-        except ValueError:
-            pass
-        self.fail(f"'{value}' is not a time; write 90, 90s, 10m, 2h or 1d", param, ctx)
 
 
 def _find(runs_dir: str | None, name: str) -> Any:
@@ -50,12 +32,23 @@ def _find_all(runs_dir: str | None, names: tuple[str, ...]) -> list[Any]:
     return list({folder.path: folder for folder in folders}.values())
 
 
-def _end(screen: Any, result: dict[str, Any]) -> int:
-    """The last words of a run that was watched to its end."""
+def _end(screen: Any, result: dict[str, Any], left: list[str]) -> int:
+    """The last words of a run that was watched to its end; `left`: of machines that couldn't be ended."""
     screen.summary(result)
-    screen.result({key: value for key, value in result.items() if key != "bytes"})
+    for line in left:
+        screen.error(line)
+    code = EXIT_FAILED if left else int(result["exit_code"])
+    screen.result({key: value for key, value in dict(result, exit_code=code).items() if key != "bytes"})
     screen.close()
-    return int(result["exit_code"])
+    return code
+
+
+def _end_machine(folder: Any, cluster: str | None, screen: Any) -> list[str]:
+    """Of a run that rented a machine to go with it, and that is over and home now: that machine. Words for what couldn't be ended."""
+    if not folder.load().rented:
+        return []
+    from gpurun.renting import end_with
+    return end_with(folder, way_to(cluster), screen, operator_name())
 
 
 # ---- status ------------------------------------------------------------------------------------------------------------------------
@@ -96,19 +89,21 @@ def _row(one: Any) -> str:
     record = one.record
     if record is None:
         return f"{one.folder.run_id:<44} {printable(one.problem)}"
-    said = printable(record.reason or _seen(record))
+    said = printable(record.reason or _seen(record) or _slurm(record.backend))
     if len(said) > REASON_COLUMNS:
         said = said[:REASON_COLUMNS - 1].rstrip() + "…"
     return f"{record.run_id:<44} {record.state:<9} {_alive(one.folder, record):<22} {record.node.get('name', ''):<16} {said}".rstrip()
 
 
 def _show_one(folder: Any, record: Any) -> None:
+    from gpurun.limits import dollars
     seconds = ", ".join(f"{name} {value:g} s" for name, value in record.seconds.items())
     rows = [("run", record.run_id), ("state", f"{record.state} {_alive(folder, record)}".strip()), ("reason", record.reason),
-            ("exit code", "" if record.exit_code is None else str(record.exit_code)), ("the node", _seen(record)),
+            ("exit code", "" if record.exit_code is None else str(record.exit_code)), ("the node", _seen(record)), ("slurm", _slurm(record.backend)),
             ("node", f"{record.node.get('name', '')} ({record.node.get('kind', '')}, {record.path or 'not connected'})"),
             ("there", record.node_dir), ("created", record.times.get("created", "")), ("ended", record.times.get("ended", "")),
-            ("seconds", seconds), ("outputs", ", ".join(record.outputs)), ("missing", ", ".join(record.missing)), ("folder", folder.path)]
+            ("cost", f"about {dollars(record.cost)}" if record.rented else ""), ("seconds", seconds), ("outputs", ", ".join(record.outputs)),
+            ("missing", ", ".join(record.missing)), ("folder", folder.path)]
     print_line("\n".join(f"{name:<10} {value}" for name, value in rows if value))
 
 
@@ -131,6 +126,7 @@ def _seen(record: Any) -> str:
     if phase == "ended":
         code = seen.get("code")
         how = "ended" + (f" with exit code {code}" if isinstance(code, int) else "") + (f": {seen['reason']}" if seen.get("reason") else "")
+        how = f"stopped, {seen['limit']}" if seen.get("limit") else how
         how += "" if seen.get("collected") else "; what it made is still there: gpurun fetch"
     elif phase == "queued":
         how = f"waits there behind {seen.get('ahead', 'others')}"
@@ -138,7 +134,19 @@ def _seen(record: Any) -> str:
         how = "its node doesn't have it (any more)"
     else:
         how = f"{phase}{since}"
+        if isinstance(seen.get("backend"), dict) and phase == "run":
+            how = _slurm(seen["backend"])
+        if isinstance(seen.get("watch"), dict) and seen["watch"].get("told"):
+            how += f"; {seen['watch']['told']}"
     return f"{how}{_ago(seen.get('at', ''))}"
+
+
+def _slurm(backend: Any) -> str:
+    """What Slurm said of a run's job."""
+    if not backend or not backend.get("job_id"):
+        return ""
+    why = f" ({backend['reason']})" if backend.get("reason") not in (None, "", "None") else ""
+    return f"job {backend['job_id']}, {backend.get('state') or 'submitted'}{why}" + (f" on {backend['nodes']}" if backend.get("nodes") else "")
 
 
 def _ago(at: str) -> str:
@@ -213,7 +221,8 @@ def attach(run_name: str, tail: int | None, since_here: bool, cluster: str | Non
     folder = _find(runs_dir, run_name)
     screen = Screen.choose(json=as_json, quiet=quiet)
     try:
-        return _end(screen, watch(folder, way_to(cluster), screen, operator_name(), 0 if since_here else tail))
+        result = watch(folder, way_to(cluster), screen, operator_name(), 0 if since_here else tail)
+        return _end(screen, result, _end_machine(folder, cluster, screen))
     finally:
         screen.close()
 
@@ -250,6 +259,9 @@ def wait(run_names: tuple[str, ...], timeout: float | None, cluster: str | None,
                 print_line(json.dumps(status_object(folder, folder.load(), "")) if as_json else
                            f"{folder.run_id:<44} {result['state']:<9} exit code {code}" + (f": {result['reason']}" if code else ""))
                 worst = worst or code
+                for line in _end_machine(folder, cluster, screen):
+                    screen.error(line)
+                    worst = EXIT_FAILED
             elif code == EXIT_TIME_LIMIT:
                 worst = code
             else:
@@ -325,11 +337,18 @@ def stop(run_name: str, grace: float, cluster: str | None, runs_dir: str | None,
     try:
         record = stop_run(folder, way_to(cluster), screen, operator_name(), grace)
         folder.close()
+        left = _end_machine(folder, cluster, screen)
+        if record.rented:
+            record = folder.load()            # with what it has cost
         answer = status_object(folder, record, "")
         screen.summary(dict(answer, outputs_dir=folder.outputs))
+        for line in left:
+            screen.error(line)
         screen.result(answer)
     finally:
         screen.close()
+    if left:
+        return EXIT_FAILED
     return 0 if record.state in ("COMPLETED", "FAILED") or answer["driven"] else EXIT_STOPPED
 
 

@@ -10,6 +10,8 @@ import click
 
 from gpurun.errors import ConfigError
 
+LONGEST_S = 366 * 86400.0
+
 
 class Heard:
     """Of click, which would exit 1 when nobody reads a help text to its end."""
@@ -23,6 +25,23 @@ class Heard:
 
 class Command(Heard, click.Command):
     pass
+
+
+class Time(click.ParamType):
+    """90, 90s, 10m, 2h, 1d."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        if isinstance(value, float):
+            return value
+        try:
+            number = float(value.rstrip("smhd") or "x") * {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(value[-1:], 1)
+            if len(value) - len(value.rstrip("smhd")) <= 1 and 0 <= number <= LONGEST_S:
+                return number
+        except ValueError:
+            pass
+        self.fail(f"'{value}' is not a time; write 90, 90s, 10m, 2h or 1d", param, ctx)
 
 
 def options(*names: str) -> Callable:
@@ -62,8 +81,9 @@ class LazyLink:
             if self._link is None:
                 from gpurun.link import Link, load_key
                 from gpurun.paths import config_dir
-                bind = "127.0.0.1:0" if self._cluster.kind == "local" else "0.0.0.0:0"
-                self._link = Link(load_key(os.path.join(config_dir(), "key")), bind, relay=self._cluster.relay)
+                bind = "127.0.0.1:0" if self._cluster.here else "0.0.0.0:0"
+                self._link = Link(load_key(os.path.join(config_dir(), "key")), bind, relay=self._cluster.relay,
+                                  most_connections=self._cluster.max_connections)
             return self._link
 
 
@@ -88,6 +108,12 @@ def nodes_named(cluster: Any, name: str | None) -> list[Any]:
     nodes = provider.nodes(cluster)
     if name is None:
         return nodes
+    if cluster.kind == "vastai":
+        found = [one for one in nodes if one.name == name]
+        if not found:
+            known = ", ".join(one.name for one in nodes) or "none is up: `gpurun up` rents one"
+            raise ConfigError(f"--node {name} is not a node of {cluster.path} that is up; the nodes are {known}")
+        return found
     host = config.pick_host(cluster, name)
     return nodes if host is None else [one for one in nodes if one.name == host.text]
 
@@ -103,6 +129,9 @@ def way_to(option: str | None) -> Callable[[Any], tuple[Any, list[Any], LazyLink
             raise ConfigError(f"{record.run_id} was given to {name} of the cluster file {path}, which is gone; name another file that has "
                               "this node with --cluster")
         cluster = config.load_cluster(path)
+        if record.node.get("label") and cluster.kind == "vastai":   # that very machine, up or gone
+            from gpurun.provider_vastai import node_of
+            return cluster, [node_of(cluster, record.node["label"])], LazyLink(cluster)
         return cluster, nodes_named(cluster, name), LazyLink(cluster)
     return find
 
@@ -123,9 +152,10 @@ def status_object(folder: Any, record: Any, problem: str) -> dict[str, Any]:
     if record is None:
         return {"type": "run", "run_id": folder.run_id, "problem": problem}
     return {"type": "run", "run_id": record.run_id, "state": record.state, "phase": record.phase, "exit_code": record.exit_code,
-            "reason": record.reason, "node": record.node.get("name", ""), "driven": folder.driver() is not None, "times": record.times,
+            "reason": record.reason, "node": record.node.get("name", ""), "path": record.path, "driven": folder.driver() is not None, "times": record.times,
             "seconds": record.seconds, "bytes": record.bytes, "outputs": record.outputs, "missing": record.missing, "folder": folder.path,
-            "node_dir": record.node_dir, "detached": record.detached, "logs_complete": record.logs_complete, "seen": record.seen}
+            "node_dir": record.node_dir, "detached": record.detached, "cost": record.cost, "backend": record.backend,
+            "logs_complete": record.logs_complete, "seen": record.seen}
 
 
 def print_line(text: str) -> None:

@@ -60,6 +60,10 @@ class TransferError(GpurunError):
     """Bytes did not arrive as announced, or could not be stored; the message names the file."""
 
 
+class UnkeptError(TransferError):
+    """What arrived can't be written on this side: no room, not allowed. It is still on the node."""
+
+
 class UnsafeNameError(TransferError):
     """The node named a path that may not be written on this side."""
 
@@ -74,3 +78,47 @@ class HostKeyError(SSHError):
 
 class DeployError(GpurunError):
     """The agent could not be put on the node or did not start there; the message has its last lines."""
+
+
+class UnfitError(DeployError):
+    """The node can't run the agent, whatever is tried: its system, its C library, its Python. So can't others with the same image."""
+
+
+class ProviderError(GpurunError):
+    """Who rents the machines out refused or failed; the message says what and what to do."""
+
+
+class OfferGoneError(ProviderError):
+    """This offer isn't there any more, or can't be had at that price; another one may be."""
+
+
+class NoOfferError(ProviderError):
+    """Nothing that may be rented fits; the message says what excluded how many."""
+
+
+class UnclearError(ProviderError):
+    """Nobody can tell whether it was done: the answer was lost, or it says both. Never asked for again; a listing settles it."""
+
+    def __init__(self, message: str, contract_id: str = "") -> None:
+        """`contract_id`: of the machine, where the answer had one."""
+        super().__init__(message)
+        self.contract_id = contract_id
+
+
+class AccountError(ProviderError):
+    """The key, its permissions, the credit or a spending limit of the account: no other offer will help."""
+
+
+class TemporaryError(ProviderError):
+    """The service can't be reached, is down or wants to be asked less often. Nothing was done; the same call may do later."""
+
+
+class MachineGoneError(ProviderError):
+    """The machine of this node doesn't exist any more; the message says since when and why, where that is known."""
+
+
+def described(error: Exception) -> str:
+    """One that nobody expected, in a line for the user."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    return f"{type(error).__name__}: {error}. This is a bug in gpurun"

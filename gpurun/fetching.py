@@ -98,6 +98,8 @@ def clean_paths(paths: Sequence[str]) -> list[str]:
 def _check_home(folder: RunFolder, record: Record, way: Way, screen: Screen, operator: str) -> Outcome:
     """Of a run that is settled: its outputs should be here, unless somebody has deleted some since."""
     gone = [name for name in record.outputs if not os.path.lexists(os.path.join(folder.outputs, name))]
+    if record.fsm.get("gone") and record.fsm.get("has_outputs") and not record.fsm.get("collected"):
+        return Outcome([], [f"{record.run_id}: its machine is gone, and its outputs with it: {record.reason}"])
     if not record.outputs:
         screen.say(f"{record.run_id} has ended ({record.state}) and left no declared outputs; `gpurun fetch {record.run_id} PATH` brings other files "
                    "of its workdir")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from typing import Any, Dict, Optional, Union
 
 from gpurun.errors import RecordError
@@ -75,6 +76,26 @@ def make_private_dir(path: Union[str, "os.PathLike[str]"]) -> str:
             if not os.path.isdir(path):
                 raise
     return path
+
+
+def remove_tree(path: str) -> None:
+    """Removes a folder and all below it, folders without write permission too; nothing when it isn't there."""
+    import shutil                                                # every command loads this file, few remove a tree
+    if os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+        return
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except PermissionError:
+        os.chmod(path, stat.S_IRWXU)
+        for folder, names, _ in os.walk(path):                   # a folder is opened after it was made so here, from above
+            for name in names:
+                below = os.path.join(folder, name)
+                if not os.path.islink(below):
+                    os.chmod(below, stat.S_IRWXU)
+        shutil.rmtree(path)
 
 
 def open_append(path: Union[str, "os.PathLike[str]"], mode: int = 0o600) -> int:

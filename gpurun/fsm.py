@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, WireError
+from gpurun.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_TIME_LIMIT, WireError
 from gpurun.messages import (
     COMPLETED, FAILED, OPERATOR_EVENTS, PENDING, RUNNING, TERMINAL,
     JobExited, JobSubmitted, NodeFault, NodeLost, NodeReady, OperatorStop, OutputsCollected, SetupCompleted, WorkspaceMaterialized,
@@ -57,6 +57,8 @@ class Run:
     failed_phase: str = ""
     ended: bool = False          # the node has said that nothing of it runs any more
     collected: bool = False      # the outputs are home, as far as they exist
+    limit: str = ""              # the limit that had it stopped
+    gone: bool = False           # and so is its node, for good
 
 
 Next = tuple[Run, tuple[str, ...]]
@@ -75,8 +77,8 @@ def step(run: Run, event: Any) -> Next:
 
 def unsettled(run: Run) -> bool:
     """Whether a run was closed without the node's last word: its job may still run there, or its outputs are still there."""
-    if run.state != FAILED or not run.failed_phase:
-        return False                             # a success, or a run that no node began
+    if run.state != FAILED or not run.failed_phase or run.gone:
+        return False                             # a success, a run that no node began, or nobody is left to be asked
     return not _ended(run) or (run.has_outputs and not run.collected)
 
 
@@ -109,7 +111,7 @@ def outcome(run: Run) -> int:
     if run.state == COMPLETED:
         return 0
     if run.stopped and (run.exit_code is not None or not run.failed_phase):  # else: lost before it said that it had stopped
-        return EXIT_STOPPED
+        return EXIT_TIME_LIMIT if run.limit else EXIT_STOPPED
     return run.exit_code or EXIT_FAILED
 
 
@@ -129,7 +131,7 @@ def _go_on(run: Run, event: Any) -> Next:
 
 def _setup_end(run: Run, event: SetupCompleted) -> Next:
     _check_code(run, event)
-    return _end(run, event, "setup ") if event.code or event.stopped else _go_on(run, event)
+    return _end(run, event, "setup ") if event.code or event.stopped or event.limit else _go_on(run, event)
 
 
 def _job_end(run: Run, event: JobExited) -> Next:
@@ -145,14 +147,16 @@ def _early_end(run: Run, event: JobExited) -> Next:
 
 
 def _end(run: Run, event: Any, what: str) -> Next:
-    """Record the exit code, which decides; then collect in any case."""
-    stopped = run.stopped or event.stopped
+    """Record the exit code, which decides; then collect in any case. A limit that the node has ended it for is a stop that nobody asked for."""
+    stopped = run.stopped or event.stopped or bool(event.limit)
     how = _how(event, what)
     reason = how
     if stopped:
-        reason = BY_OPERATOR if event.stopped else f"{BY_OPERATOR}; before that the {what or 'job '}had {how[len(what):]}"
+        whole = event.stopped or bool(event.limit)
+        reason = _by(run, event) if whole else f"{_by(run)}; before that the {what or 'job '}had {how[len(what):]}"
+        reason += f" ({event.hint})" if whole and event.hint else ""
     failed = run.phase if stopped or event.code else ""
-    run = replace(run, exit_code=event.code, stopped=stopped, reason=reason, failed_phase=failed, ended=True)
+    run = replace(run, exit_code=event.code, stopped=stopped, reason=reason, failed_phase=failed, ended=True, limit=event.limit or run.limit)
     return (replace(run, phase="collect"), (COMMAND_OF["collect"],)) if run.has_outputs else _finish(run, event)
 
 
@@ -165,6 +169,8 @@ def _finish(run: Run, event: Any) -> Next:
 def _fault(run: Run, event: Any) -> Next:
     reason = _fault_reason(event)
     lost = isinstance(event, NodeLost)
+    if lost and event.gone:                  # and nothing can be had from there any more
+        return replace(run, state=FAILED, phase="", reason=reason, failed_phase=run.phase or QUEUE, gone=True), ()
     if run.stopped and not _nodes_word(event):
         reason += "; a stop was asked for and the node didn't answer it, so the job may still run there"
     elif lost and run.phase:
@@ -187,8 +193,12 @@ def _no_outputs(run: Run, event: Any) -> Next:
     run here, told again."""
     if _nodes_word(event):
         return run, ()
+    gone = isinstance(event, NodeLost) and event.gone
     if run.failed_phase:
-        return _finish(replace(run, reason=f"{run.reason}{NOT_COLLECTED}{_fault_reason(event)}"), event)
+        return _finish(replace(run, reason=f"{run.reason}{NOT_COLLECTED}{_fault_reason(event)}", gone=gone), event)
+    if gone:
+        reason = f"the job itself exited 0, but its outputs were not collected and are lost: {_fault_reason(event)}"
+        return _finish(replace(run, reason=reason, failed_phase="collect", gone=True), event)
     reason = (f"the job itself exited 0, but its outputs were not collected: {_fault_reason(event)}; "
               f"they are still on the node in the run's folder, runs/{run.run_id}/work below its node_dir; "
               f"`gpurun fetch {run.run_id}` tries again to collect them")
@@ -196,11 +206,17 @@ def _no_outputs(run: Run, event: Any) -> Next:
 
 
 def _not_begun(run: Run, event: Any) -> Next:
-    return replace(run, state=FAILED, stopped=True, reason=f"{BY_OPERATOR} before anything was begun"), ()
+    return replace(run, state=FAILED, stopped=True, limit=getattr(event, "limit", "") or run.limit,
+                   reason=f"{_by(run, event)} before anything was begun"), ()
 
 
 def _stop(run: Run, event: OperatorStop) -> Next:
-    return (run, ()) if run.stopped else (replace(run, stopped=True), ("StopJob",))
+    return (run, ()) if run.stopped else (replace(run, stopped=True, limit=event.limit), ("StopJob",))
+
+
+def _by(run: Run, event: Any = None) -> str:
+    limit = getattr(event, "limit", "") or run.limit
+    return f"stopped, {limit}" if limit else BY_OPERATOR
 
 
 ROWS = {"stay": _stay, "go_on": _go_on, "setup_end": _setup_end, "early_end": _early_end, "job_end": _job_end, "finish": _finish,

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
 
 from gpurun.asking import Asked, ask_once
-from gpurun.errors import GpurunError, LinkError, RecordError
+from gpurun.errors import GpurunError, LinkError, MachineGoneError, RecordError
 from gpurun.records import LATEST, Listed, Record, RunFolder, all_runs, point_latest, utc_now
 from gpurun.screen import Screen
 from gpurun.stopping import Way, settled
@@ -45,7 +45,7 @@ def refresh(listed: Sequence[Listed], way: Way, operator: str, warn: Callable[[s
             try:
                 with lock:                    # reading a cluster file takes milliseconds; a link is shared by the nodes that it suits
                     cluster, nodes, link = way(record)
-                    link = links.setdefault((cluster.kind == "local", cluster.relay), link)
+                    link = links.setdefault((cluster.here, cluster.relay), link)
                 _ask(group, nodes[0], link, operator)
             except (GpurunError, OSError) as error:
                 warn(f"{record.node['name']}: {error}")
@@ -61,7 +61,7 @@ def _ask(group: Sequence[Listed], node: Any, link: Callable[[], Any], operator: 
     known = node.known_endpoint()
     if known is None:
         raise LinkError("no agent is known there that could be asked; `gpurun attach` or `gpurun logs` of one of its runs starts one")
-    states = ask_once(link(), known, [one.folder.run_id for one in group], operator)
+    states = ask_once(link(), node, known, [one.folder.run_id for one in group], operator)
     for one in group:
         assert one.record is not None
         said = states.get(one.folder.run_id)
@@ -100,6 +100,8 @@ def _remove_there(folder: RunFolder, record: Record, way: Way, screen: Screen, o
     _, nodes, link = way(record)
     try:
         asked = Asked(link(), nodes[0], [run_id], screen, operator)
+    except MachineGoneError:                  # and so is what it had of the run
+        return
     except LinkError as error:
         raise LinkError(f"{name} can't be reached to remove {run_id} there: {error}. If it is gone for good: gpurun rm --here {run_id}") from None
     try:

@@ -1,8 +1,9 @@
 """The operator's half of a pull: what a node's run made, put in place on this disk.
 
 The node's half and the protocol are in `transfer.py`. Everything is received beside the target, checked by length and SHA-256, synced
-and renamed into place; a large file that broke off goes on where it was, in this process or a later one. The target may be a folder of
-the user's: nothing in it is looked at or changed but what is declared, and no folder of it gives way to a file.
+and renamed into place; a file that broke off goes on where it was, in this process or a later one, and of a file that is here and has
+grown since (a log) only the rest comes: it is put behind a copy of what is here. The target may be a folder of the user's: nothing in it is
+looked at or changed but what is declared, no file of it is written into, and no folder of it gives way to a file.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import stat
 import threading
 from typing import Any, Callable, Iterator, Sequence
 
-from gpurun import manifest
-from gpurun.errors import LinkError, TransferError, WireError
+from gpurun import manifest, packing
+from gpurun.errors import LinkError, TransferError, UnkeptError, WireError
 from gpurun.files import FULL, exact_bytes, free_bytes, fsync_dir, make_private_dir, write_all
 from gpurun.manifest import Entry, quote_name
 from gpurun.store import RESUME_BYTES
@@ -28,6 +29,8 @@ from gpurun.transfer import BLOCK, MAX_LISTING, Channel, Progress, Pulled, key_o
 
 INCOMING = ".incoming-"         # with the target's name: the folder that a pull receives in
 EARLIER = "-earlier"            # with the target's name: what was fetched while the job ran and is no output of it
+BEHIND = "-behind"              # with the key of a file: what is behind the bytes that are here, which are still to be copied before it
+TAILS = 2000                    # files whose ends are looked at: a hash for each goes to the node
 LOOKED_AT = 200_000             # of what is here already, at most; not to know of the rest only costs time
 
 
@@ -41,11 +44,15 @@ def pull(stream: Any, run_id: str, declared: Sequence[str], target: str, progres
     channel, landing = Channel(stream), _Landing(run_id, declared, target, progress, live)
     try:
         try:
-            request = {"type": "Pull", "run_id": run_id, "outputs": list(declared), "begun": landing.begun()}
+            with channel.at_work():
+                begun = landing.begun()
+            request = {"type": "Pull", "run_id": run_id, "outputs": list(declared), "begun": begun, "packs": packing.known(), "rtt_s": channel.rtt_s(),
+                       "tails": True}
             channel.put(dict(request, live=True) if live else request)
             channel.send_packed(b"L", manifest.encode_parts(landing.look()))
             channel.writer.flush()
             summary = channel.answer()
+            channel.unpacks(summary.get("packs"))
             refused = summary.get("refused")
             if not isinstance(refused, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in refused):
                 raise WireError("the node's list of refused outputs isn't one")
@@ -117,6 +124,12 @@ class _Incoming:
             os.close(self._fd)
         return same
 
+    def clear(self) -> None:
+        """Removes what an earlier pull that was killed left and what is of no use now: files that lack what was to be put before them."""
+        for name in os.listdir(self.path):
+            if name.endswith(BEHIND):
+                os.unlink(os.path.join(self.path, name))
+
     def parts(self) -> Iterator[tuple[str, str]]:
         """(key, path) of the parts of files that earlier pulls left."""
         for name in os.listdir(self.path):
@@ -126,6 +139,7 @@ class _Incoming:
     def close(self, everything: bool) -> None:
         """Leaves nothing behind but the parts of large files; `everything`: not even these."""
         try:
+            self.clear()
             for _, path in self.parts():
                 if everything or os.path.getsize(path) < RESUME_BYTES:
                     os.unlink(path)
@@ -164,6 +178,7 @@ class _Landing:
         self._here: dict[str, Entry] = {}
         self._parts: dict[str, tuple[Any, int]] = {}            # key of a file that broke off: the hash so far, the bytes
         self._settler = _Settler()
+        self._unlike: list[str] = []                            # files that aren't what is here, or that with more behind it: asked for again, whole
         self._name = ""
         self._done = 0
         self._whole = False
@@ -173,6 +188,7 @@ class _Landing:
     def begun(self) -> dict[str, tuple[int, str]]:
         """The parts of files that an earlier try left. They are hashed before the node is asked, so that nobody waits for that."""
         self._incoming = _Incoming(self._target)
+        self._incoming.clear()
         for key, path in self._incoming.parts():
             digest, size = hashlib.sha256(), 0
             with open(path, "rb") as stream:
@@ -186,8 +202,12 @@ class _Landing:
         return {key: (size, digest.hexdigest()) for key, (digest, size) in self._parts.items() if size}
 
     def look(self) -> Iterator[Entry]:
-        """What of the declared outputs is in the target already, with the folders above them."""
+        """What of the declared outputs is in the target already, with the folders above them; of large files with the hash of their end."""
+        ends = 0
         for entry in itertools.islice(_here(self._target, self._declared), LOOKED_AT):
+            if entry.kind == "file" and entry.size >= manifest.TAIL_FROM and ends < TAILS:
+                ends += 1
+                entry = entry._replace(sha256=manifest.end_hash(manifest.local_path(self._target, entry.path), entry.size))
             self._here[entry.path] = entry
             yield entry
 
@@ -220,17 +240,17 @@ class _Landing:
                              f"'{quote_name(manifest.local_path(self._target, entry.path))}' is {'none' if entry.kind == 'dir' else 'a folder'}. "
                              f"It is still on the node: move yours away and run {self._again} again, or fetch to another folder.")
 
-    def _full(self, what: str, needed: int) -> TransferError:
-        return TransferError(f"{what} here: {self._target} has {exact_bytes(free_bytes(self._target))} free, needed are {exact_bytes(needed)}"
+    def _full(self, what: str, needed: int) -> UnkeptError:
+        return UnkeptError(f"{what} here: {self._target} has {exact_bytes(free_bytes(self._target))} free, needed are {exact_bytes(needed)}"
                              f". They are still on the node: make room, then {self._again} brings them.")
 
-    def failed(self, error: OSError) -> TransferError:
+    def failed(self, error: OSError) -> UnkeptError:
         """What to tell the user of an error of this disk."""
         what = f"the output '{quote_name(self._name)}'" if self._name else "the outputs"
         if error.errno in FULL:
             return self._full(f"{what} could not be written: {error.strerror}", max(0, self.total - self._done))
-        return TransferError(f"{what} could not be written below {self._target}: {error.strerror or error}. They are still on the node: once "
-                             f"that is set right, {self._again} brings them.")
+        return UnkeptError(f"{what} could not be written below {self._target}: {error.strerror or error}. They are still on the node: once "
+                           f"that is set right, {self._again} brings them.")
 
     def take(self, channel: Channel) -> int:
         """Reads all files off the channel; how many are in place now."""
@@ -249,16 +269,36 @@ class _Landing:
         self._name = ""
         if channel.frame()[0] != b"Z":
             raise WireError("more outputs than were listed")
-        self._settler.wait()
+        with channel.at_work():
+            self._settler.wait()
+        if self._unlike:
+            files += self._take_again(channel)
         for entry in links:                                     # last: nothing is ever written through one
             self._name = entry.path
             self._make_link(entry, manifest.local_path(self._target, entry.path))
         self._name = ""
         manifest.finish_folders(self._target, folders, also_mode=0o700)
-        for folder in {self._target} | {manifest.local_path(self._target, entry.path) for entry in folders}:
-            self._settler.add(fsync_dir, folder)
-        self._settler.wait()
+        with channel.at_work():
+            for folder in {self._target} | {manifest.local_path(self._target, entry.path) for entry in folders}:
+                self._settler.add(fsync_dir, folder)
+            self._settler.wait()
         self._whole = True
+        return files
+
+    def _take_again(self, channel: Channel) -> int:
+        """The files that were not what is here, whole now; by how many there are fewer or more than counted before."""
+        channel.say(again=self._unlike)
+        again, self._unlike, files = set(self._unlike), [], 0
+        for entry in self._entries:
+            if entry.kind == "file" and entry.path in again:
+                self._done -= entry.size
+                self._name = entry.path
+                files += self._take_file(channel, entry, manifest.local_path(self._target, entry.path), whole=True) - 1
+        self._name = ""
+        if channel.frame()[0] != b"Z":
+            raise WireError("more outputs than were asked for again")
+        with channel.at_work():
+            self._settler.wait()
         return files
 
     def _move_stale(self, kinds: dict[str, str]) -> None:
@@ -297,23 +337,34 @@ class _Landing:
         assert self._incoming is not None
         return os.path.join(self._incoming.path, key_of(entry.path))
 
-    def _take_file(self, channel: Channel, entry: Entry, path: str) -> int:
+    def _take_file(self, channel: Channel, entry: Entry, path: str, whole: bool = False) -> int:
+        """One file off the channel: 1 if it came (it is in place once the settler is done with it), 0 if the node had a reason. `whole`: it
+        was asked for without regard to what is here."""
         kind, payload = channel.frame()
-        if kind == b"S":
-            if not self._is_here(entry):
+        if kind == b"S" and not whole:
+            if not self._is_here(entry) or len(payload) != hashlib.sha256().digest_size:
                 raise WireError(f"'{quote_name(entry.path)}' isn't here and the node doesn't send it")
             self._moved(entry.size, entry.path)
+            self._settler.add(self._check_here, path, entry, payload)
             return 1
         key, temp = key_of(entry.path), self._temp(entry)
-        digest, size = hashlib.sha256(), 0
-        if kind == b"R":
+        digest, size, behind = hashlib.sha256(), 0, 0
+        if kind == b"R" and not whole:
             if key not in self._parts:
                 raise WireError(f"the node goes on in the middle of '{quote_name(entry.path)}', which isn't here")
             digest, size = self._parts[key]
             self._moved(size, entry.path)
             kind, payload = channel.frame()
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        whole = keep = False
+        elif kind == b"P" and not whole:
+            here = self._here.get(entry.path)
+            if here is None or not here.sha256 or here.size > entry.size:
+                raise WireError(f"the node goes on behind '{quote_name(entry.path)}', which isn't the beginning of it")
+            size = behind = here.size
+            temp += BEHIND
+            self._moved(size, entry.path)
+            kind, payload = channel.frame()
+        fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        done = keep = False
         try:
             os.ftruncate(fd, size)
             os.lseek(fd, size, os.SEEK_SET)
@@ -322,7 +373,8 @@ class _Landing:
                 if size > entry.size:
                     raise WireError(f"'{quote_name(entry.path)}' is longer than the node said")
                 write_all(fd, payload)
-                digest.update(payload)
+                if not behind:                                  # else all of it is hashed at the end, the bytes before it too
+                    digest.update(payload)
                 self._moved(len(payload), entry.path)
                 kind, payload = channel.frame()
             if kind == b"X":
@@ -330,21 +382,50 @@ class _Landing:
                 return 0
             if kind != b"E":
                 raise WireError(f"a frame {kind!r} inside a file")
-            if size != entry.size or digest.digest() != payload:
+            if size != entry.size or not behind and digest.digest() != payload:
                 raise TransferError(f"the output '{quote_name(entry.path)}' arrived broken (length or SHA-256 differ); it is still on the node")
-            os.fchmod(fd, entry.mode & 0o777)
-            os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
-            whole = True
+            done = True
         except (LinkError, KeyboardInterrupt):
-            keep = size >= RESUME_BYTES
+            keep = size - behind >= RESUME_BYTES
+            if keep and behind:
+                _copy_before(path, fd, behind)
+                os.rename(temp, self._temp(entry))
             raise
         finally:
-            if not whole:
+            if not done:
                 os.close(fd)
                 if not keep:
                     os.unlink(temp)
-        self._settler.add(_settle, fd, temp, path)
+        if behind:
+            self._settler.add(self._settle_behind, fd, temp, path, entry, behind, payload)
+        else:
+            self._settler.add(_settle, fd, temp, path, entry)
         return 1
+
+    def _check_here(self, path: str, entry: Entry, sha256: bytes) -> None:
+        """What has the size and the time of the node's file may be another all the same, whose time was set."""
+        if manifest.hash_if(path, entry.size) != sha256:
+            self._unlike.append(entry.path)
+
+    def _settle_behind(self, fd: int, temp: str, path: str, entry: Entry, behind: int, sha256: bytes) -> None:
+        """Puts the bytes that are here before those that came; if that isn't the node's file, it is asked for again."""
+        try:
+            _copy_before(path, fd, behind)
+            digest = hashlib.sha256()
+            for at in range(0, entry.size, BLOCK):
+                digest.update(os.pread(fd, BLOCK, at))
+            alike = digest.digest() == sha256
+        except OSError as error:
+            if error.errno in FULL:
+                os.close(fd)
+                raise
+            alike = False                                       # gone, say, or another kind of file: somebody else is at work here
+        if alike:
+            _settle(fd, temp, path, entry)
+        else:
+            os.close(fd)
+            os.unlink(temp)
+            self._unlike.append(entry.path)
 
     def _moved(self, size: int, name: str) -> None:
         self._done += size
@@ -393,8 +474,30 @@ def _entry(target: str, path: str) -> Entry | None:
         return None
 
 
-def _settle(fd: int, temp: str, path: str) -> None:
+def _copy_before(source: str, fd: int, size: int) -> None:
+    """The first `size` bytes of the file at `source` into the same place of `fd`, as many as there are. By the kernel where it can: some
+    file systems then only share the blocks."""
+    at = 0
+    source_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        while at < size:
+            try:
+                copied = os.copy_file_range(source_fd, fd, size - at, at, at)
+            except (AttributeError, OSError) as error:          # macOS; two file systems
+                if getattr(error, "errno", None) in FULL:
+                    raise
+                copied = os.pwrite(fd, os.pread(source_fd, min(BLOCK, size - at), at), at)
+            if not copied:
+                return
+            at += copied
+    finally:
+        os.close(source_fd)
+
+
+def _settle(fd: int, temp: str, path: str, entry: Entry) -> None:
+    try:
+        os.fchmod(fd, entry.mode & 0o777)
+        os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
         os.fsync(fd)
     finally:
         os.close(fd)

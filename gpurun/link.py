@@ -18,20 +18,26 @@ import re
 import threading
 import traceback
 from concurrent.futures import CancelledError, Future, TimeoutError as FutureTimeoutError
-from typing import Any, Callable, Coroutine, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Coroutine, Dict, List, Optional, Sequence, Tuple
 
 import iroh
 from iroh import iroh_ffi
 
 from gpurun.errors import LinkError, LinkTimeoutError, RefusedError
 from gpurun.files import TEMP_PREFIX, atomic_write
+from gpurun.lanes import HEAD, MOST, READ_BYTES, Bundle, Growth, Known
+from gpurun.wire import TRANSFER_ALPN
 
-READ_BYTES = 256 << 10        # asked for at once; iroh clears a buffer of this size first, and returns what has arrived, mostly less
+LANED = {TRANSFER_ALPN}       # bulk: a stream may get several connections
+BUNDLE_ID = 16                # bytes
+LANES_AT_ONCE = 2 * MOST      # of one stream, from a peer
 GATHER_S = 0.5                # what has come is handed over at least this often: on a slow link that is the sign of life
 WRITES_IN_FLIGHT = 2          # so that reading a file and sending the block before it overlap
 HANDSHAKE_S = 15.0            # on the accepting side: a peer that doesn't finish its handshake is let go
-HANDSHAKES_AT_ONCE = 64       # more are refused at once: they cost memory before we know who it is
+HANDSHAKES_AT_ONCE = 128      # more are refused at once: they cost memory before we know who it is
 ACCEPT_PAUSE_S = 0.01
+SECOND_LEAST_S = 0.05         # of two connections that are made at once the second one is tried again so long after the first one is up
+CLOSE_S = 0.02                # for the goodbye to leave: to wait for its acknowledgement would cost a round trip at every command's end
 STREAMS_AT_ONCE = 256         # handler threads over all connections; one more stream is reset
 CLOSE_NOT_AUTHORIZED = 403
 CLOSE_BYE = 0
@@ -162,6 +168,10 @@ class Stream:
         self._reading: Optional["Future[bytes]"] = None
         self._writing: List["Future[None]"] = []
 
+    def rate(self) -> Optional[float]:
+        """Bytes a second that the link has lately taken of what was written here; None while that isn't known."""
+        return self._send.rate() if isinstance(self._send, Bundle) else None
+
     def read(self, timeout_s: float, least: int = 1) -> bytes:
         """What has arrived, at least `least` bytes of it as long as they keep coming; b"" at the end of the stream. LinkTimeoutError loses
         nothing: read again."""
@@ -223,7 +233,7 @@ class Stream:
             for step in steps:
                 try:
                     await step(1)
-                except iroh.IrohError:
+                except (iroh.IrohError, LinkError):
                     pass                                        # already over: that is what was wanted
         for future in pending:
             if future is not None:
@@ -231,30 +241,64 @@ class Stream:
         self._loop.start(end())
 
 
+class _Lane:
+    """A bidirectional stream of iroh's, as lanes.py wants it."""
+
+    def __init__(self, bi: Any) -> None:
+        send, recv = bi.send(), bi.recv()
+        self.write_all, self.finish, self.reset = send.write_all, send.finish, send.reset
+        self.read, self.read_exact, self.stop = recv.read, recv.read_exact, recv.stop
+
+
 class Connection:
     """A connection to one peer for one ALPN."""
 
-    def __init__(self, loop: _Loop, connection: Any, alpn: bytes, name: str = "") -> None:
+    def __init__(self, loop: _Loop, connection: Any, alpn: bytes, name: str = "",
+                 again: Optional[Callable[[], Coroutine]] = None, most: int = 1, known: Optional[Known] = None) -> None:
+        """`again` makes one more to the same peer; a stream may get up to `most` of them, as many as are worth it."""
         self._loop = loop
+        self._again, self._most, self._known = again, most, known
         self._connection = connection
         self.alpn = alpn
         self.peer_id = str(connection.remote_id())
         self.name = name or self.peer_id[:10]
+        self.was_closed = False               # by the peer, with its word for it; one that is lost says nothing
+        self.most_lanes = 1                   # that a stream of it has had at once
 
     def open(self, timeout_s: float = 10.0) -> Stream:
         async def open_bi() -> Any:
             try:
-                return await self._connection.open_bi()
+                bi = await self._connection.open_bi()
             except iroh.IrohError as error:
                 raise self.broken(error) from None
+            return self._bundle(bi) if self.alpn in LANED else bi
 
         return Stream(self, self._loop.call(open_bi(), timeout_s, f"opening a stream to {self.name}"))
+
+    def _bundle(self, bi: Any) -> Bundle:
+        """The first lane of a stream that this side opens, and how it gets more."""
+        bundle_id = os.urandom(BUNDLE_ID)
+
+        async def dial(number: int) -> Tuple[Any, Callable[[], None], bytes]:
+            assert self._again is not None
+            raw = await asyncio.wait_for(self._again(), HANDSHAKE_S)
+            self.most_lanes = max(self.most_lanes, bundle.lanes + 1)
+            return _Lane(await raw.open_bi()), lambda: raw.close(CLOSE_BYE, b""), HEAD.pack(bundle_id, number)
+
+        growth = Growth(self._most, self._known) if self._again is not None and self._most > 1 else None
+        bundle = Bundle(self.broken, self.usual_rtt_s, dial, growth)
+        bundle.add(0, _Lane(bi), head=HEAD.pack(bundle_id, 0))
+        return bundle
+
+    def usual_rtt_s(self) -> float:
+        return self.rtt_s() or 0.0
 
     def broken(self, error: BaseException) -> LinkError:
         """The LinkError for a failed read or write: with the peer's own word where it closed the connection."""
         explained = _explain(error)
         # Either may come first, and only in Rust's debug form does it have the peer's code.
         code = re.search(r"error_code: (\d+), reason: b\"((?:[^\"\\]|\\.)*)\"", f"{self._connection.close_reason()} {explained}")
+        self.was_closed = bool(code)
         if code and int(code.group(1)) == CLOSE_NOT_AUTHORIZED:
             return RefusedError(f"{self.name} refused this operator: {code.group(2)}")
         if code:
@@ -282,8 +326,9 @@ class Link:
     """This process's endpoint: dials nodes, or serves operators."""
 
     def __init__(self, key: bytes, bind: str = "0.0.0.0:0", alpns: Sequence[bytes] = (), relay: Any = "disabled",
-                 timeout_s: float = 10.0) -> None:
-        """Binds UDP `bind`. `relay`: "disabled", "n0", or relay URLs. Raises LinkError when the port is taken."""
+                 timeout_s: float = 10.0, most_connections: int = MOST) -> None:
+        """Binds UDP `bind`. `relay`: "disabled", "n0", or relay URLs. `most_connections`: that one transfer may get where more make it faster.
+        Raises LinkError when the port is taken."""
         self._loop = _running_loop()
         here_only = bind.startswith("127.")
         try:
@@ -294,6 +339,9 @@ class Link:
             self._endpoint = self._bind(key, [bind], alpns, relay, timeout_s)   # a machine without IPv6
         self.id = str(self._endpoint.id())
         self._streams = threading.BoundedSemaphore(STREAMS_AT_ONCE)
+        self._most = most_connections
+        self._known: Dict[str, Known] = {}
+        self._bundles: Dict[Tuple[str, bytes], Bundle] = {}     # those that peers opened, by peer and id
         self._serving: "set[asyncio.Task]" = set()
 
     def _bind(self, key: bytes, sockets: Sequence[str], alpns: Sequence[bytes], relay: Any, timeout_s: float) -> Any:
@@ -339,21 +387,36 @@ class Link:
         except iroh.IrohError as error:
             raise LinkError(f"the address of {name} can't be used: {_explain(error)}") from None
 
+        def begin(alpn: bytes) -> "asyncio.Future[Any]":
+            return asyncio.ensure_future(self._endpoint.connect(address, alpn))
+
         async def connect() -> List[Any]:
-            tries = [asyncio.ensure_future(self._endpoint.connect(address, alpn)) for alpn in alpns]
+            tries, began = {alpn: [begin(alpn)] for alpn in alpns}, self._loop.loop.time()
+            found: List[Any] = []
             try:
-                return await asyncio.gather(*tries)
-            except BaseException:                               # one without the other is of no use
-                for one in tries:
+                await asyncio.wait([one for one, in tries.values()], return_when=asyncio.FIRST_COMPLETED)
+                took_s = self._loop.loop.time() - began
+                await asyncio.wait([one for one, in tries.values()], timeout=max(SECOND_LEAST_S, took_s))
+                for alpn, begun in tries.items():
+                    if not begun[0].done():                     # once in a hundred times its first packet never leaves, and the next one does after 1 s
+                        begun.append(begin(alpn))
+                for begun in tries.values():
+                    await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+                    found.append(next(one for one in begun if one.done()).result())
+                return found
+            finally:                                            # one without the other is of no use
+                rest = [one for begun in tries.values() for one in begun]
+                for one in rest:
                     one.cancel()
-                for one in await asyncio.gather(*tries, return_exceptions=True):
-                    if not isinstance(one, BaseException):
-                        one.close(CLOSE_BYE, b"")
-                raise
+                for made in await asyncio.gather(*rest, return_exceptions=True):
+                    if not isinstance(made, BaseException) and (len(found) < len(tries) or made not in found):
+                        made.close(CLOSE_BYE, b"")
 
         tried = ", ".join(addresses) or relay_url or "no address"
         connections = self._loop.call(connect(), timeout_s, f"connecting to {name} over UDP ({tried})")
-        return [Connection(self._loop, connection, alpn, name) for connection, alpn in zip(connections, alpns)]
+        known = self._known.setdefault(peer_id, Known())
+        return [Connection(self._loop, connection, alpn, name, lambda alpn=alpn: self._endpoint.connect(address, alpn), self._most, known)
+                for connection, alpn in zip(connections, alpns)]
 
     def serve(self, authorized: Callable[[str], bool], handle: Callable[[Stream], None]) -> None:
         """Accepts connections from now on; `handle(stream)` runs in a thread of its own for every stream that a peer opens.
@@ -406,17 +469,49 @@ class Link:
     async def _streams_of(self, connection: Connection, handle: Callable[[Stream], None]) -> None:
         while True:
             try:
-                stream = Stream(connection, await connection._connection.accept_bi())
+                bi = await connection._connection.accept_bi()
             except iroh.IrohError:
                 return                                          # the peer is gone; its streams notice by themselves
-            if not self._streams.acquire(blocking=False):
-                stream.abort()
-                continue
-            try:
-                threading.Thread(target=self._handled, args=(stream, handle), name="stream", daemon=True).start()
-            except RuntimeError:                                # no more threads on this machine
-                self._streams.release()
-                stream.abort()
+            if connection.alpn in LANED:
+                joining = asyncio.ensure_future(self._join(connection, bi, handle))
+                self._serving.add(joining)
+                joining.add_done_callback(self._serving.discard)
+            else:
+                self._begin(Stream(connection, bi), handle)
+
+    async def _join(self, connection: Connection, bi: Any, handle: Callable[[Stream], None]) -> None:
+        """A lane that a peer opened: the first one of a stream, or one more."""
+        lane, head = _Lane(bi), b""
+        try:
+            while len(head) < HEAD.size:
+                more = await asyncio.wait_for(lane.read(HEAD.size - len(head)), HANDSHAKE_S)
+                if not more:
+                    return
+                head += more
+            bundle_id, number = HEAD.unpack(head)
+            known = self._bundles.get((connection.peer_id, bundle_id))
+            if known is not None and number and known.lanes <= LANES_AT_ONCE:
+                known.add(number, lane)
+            elif known is not None or number:
+                await lane.reset(1)                             # of a stream that has ended
+            else:
+                self._bundles[connection.peer_id, bundle_id] = bundle = Bundle(connection.broken, connection.usual_rtt_s)
+                bundle.add(0, lane)
+                self._begin(Stream(connection, bundle), handle)
+                await bundle.over.wait()
+                del self._bundles[connection.peer_id, bundle_id]
+        except (iroh.IrohError, asyncio.TimeoutError):
+            pass                                                # it has said nothing that counts
+
+    def _begin(self, stream: Stream, handle: Callable[[Stream], None]) -> None:
+        if not self._streams.acquire(blocking=False):
+            stream.abort()
+            return
+        try:
+            threading.Thread(target=self._handled, args=(stream, handle), name="stream", daemon=True).start()
+        except RuntimeError:                                    # no more threads on this machine
+            self._streams.release()
+            stream.abort()
 
     def _handled(self, stream: Stream, handle: Callable[[Stream], None]) -> None:
         try:
@@ -438,8 +533,8 @@ class Link:
             return False
         return True
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the endpoint and its connections; what was written and not acknowledged may be lost."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Ends the endpoint and its connections; what was written and not acknowledged may be lost. A peer that doesn't hear it notices by itself."""
         try:
             self._loop.call(self._endpoint.close(), timeout_s, "closing the link")
         except LinkError:

@@ -37,6 +37,8 @@ MAX_ENTRIES = 1000000    # a listing is held in memory, about 400 bytes an entry
 MAX_LINE = 64 * 1024     # a name and a target of 4096 bytes each, every byte as \uXXXX
 MAX_NUMBER = 2 ** 63
 LINES_AT_ONCE = 500
+TAIL_FROM = 64 << 10     # a file of this size that is here already is looked at as the beginning of the node's
+END_BYTES = 4 << 10      # at its end, that is
 READS = 3                # how often a file that changes while it is read is read
 
 
@@ -155,27 +157,29 @@ def check_link(path: str, target: str) -> None:
 # ---- walk and hash -----------------------------------------------------------------------------------------------------------
 
 def walk(root: str, keep: Optional[Callable[[str, bool], bool]] = None,
-         on_skip: Optional[Callable[[Skipped], None]] = None, lenient: bool = False) -> Iterator[Entry]:
-    """Everything below `root` in a listing's order, not hashed. `keep(path, is_dir)` is asked before anything is looked at; a folder
-    that it drops isn't opened. Sockets, FIFOs and devices go to `on_skip`; a folder below `root` that can't be read is an error or, with
+         on_skip: Optional[Callable[[Skipped], None]] = None, lenient: bool = False,
+         known: Optional[Callable[[str, os.stat_result], str]] = None) -> Iterator[Entry]:
+    """Everything below `root` in a listing's order, not hashed; `known(path, state)` may know a file's hash ("": it doesn't).
+    `keep(path, is_dir)` is asked before anything is looked at; a folder that it drops isn't opened. Sockets, FIFOs and devices go to `on_skip`; a folder below `root` that can't be read is an error or, with
     `lenient`, goes there as well. What vanishes meanwhile was never there.
 
     `root` may be a symlink; below it none is followed.
     """
     root = os.fspath(root)
-    stack = [iter(_folder(root, "", keep, on_skip, False))]
+    stack = [iter(_folder(root, "", keep, on_skip, False, known))]
     while stack:
         for entry in stack[-1]:
             yield entry
             if entry.kind == "dir":
-                stack.append(iter(_folder(root, entry.path, keep, on_skip, lenient)))
+                stack.append(iter(_folder(root, entry.path, keep, on_skip, lenient, known)))
                 break
         else:
             stack.pop()
 
 
 def _folder(root: str, folder: str, keep: Optional[Callable[[str, bool], bool]],
-            on_skip: Optional[Callable[[Skipped], None]], lenient: bool) -> List[Entry]:
+            on_skip: Optional[Callable[[Skipped], None]], lenient: bool,
+            known: Optional[Callable[[str, os.stat_result], str]]) -> List[Entry]:
     where = local_path(root, folder) if folder else root
     prefix = folder + "/" if folder else ""
     entries = []
@@ -191,7 +195,8 @@ def _folder(root: str, folder: str, keep: Optional[Callable[[str, bool], bool]],
                     st = item.stat(follow_symlinks=False)
                     kind = stat.S_IFMT(st.st_mode)
                     if kind == stat.S_IFREG:
-                        entries.append(Entry(path, "file", stat.S_IMODE(st.st_mode), st.st_mtime_ns, st.st_size))
+                        entries.append(Entry(path, "file", stat.S_IMODE(st.st_mode), st.st_mtime_ns, st.st_size,
+                                             known(path, st) if known is not None else ""))
                     elif kind == stat.S_IFDIR:
                         entries.append(Entry(path, "dir", stat.S_IMODE(st.st_mode), st.st_mtime_ns))
                     elif kind == stat.S_IFLNK:
@@ -231,8 +236,17 @@ def _unreadable(path: str, err: OSError) -> WorkspaceError:
     return WorkspaceError("can't read '%s': %s. %s" % (quote_name(path, MAX_PATH), err.strerror or err, advice))
 
 
-def hash_file(path: str) -> Tuple[str, int, int]:
-    """(SHA-256 in hex, size, mtime_ns) of one state of a file: when it changes meanwhile it is read again.
+def hash_if(path: str, size: int) -> bytes:
+    """The SHA-256 of the file if it has this size and comes to rest; b"" else."""
+    try:
+        sha256, found = hash_file(path)
+    except WorkspaceError:
+        return b""
+    return bytes.fromhex(sha256) if found.st_size == size else b""
+
+
+def hash_file(path: str) -> Tuple[str, os.stat_result]:
+    """(SHA-256 in hex, what `stat` said before and after) of one state of a file: when it changes meanwhile it is read again.
 
     Raises WorkspaceError; its `__cause__` is a FileNotFoundError when the file is gone.
     """
@@ -260,7 +274,7 @@ def hash_file(path: str) -> Tuple[str, int, int]:
         finally:
             os.close(fd)
         if left == 0 and (before.st_size, before.st_mtime_ns, before.st_ctime_ns) == (after.st_size, after.st_mtime_ns, after.st_ctime_ns):
-            return digest.hexdigest(), after.st_size, after.st_mtime_ns
+            return digest.hexdigest(), after
     raise WorkspaceError("'%s' changes while it is read (tried %d times). Wait until nothing writes it, or leave it out (`exclude`)."
                          % (quote_name(path, MAX_PATH), READS))
 
@@ -590,3 +604,34 @@ def folds(folder: str) -> Tuple[bool, bool]:
             os.unlink(name)
         except OSError:
             pass
+
+
+def end_hash(path: str, size: int) -> str:
+    """The SHA-256 of the last 4 KiB of the file's first `size` bytes; "" for what can't be read, or isn't of a size that is worth it."""
+    if size < TAIL_FROM:
+        return ""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return hashlib.sha256(os.pread(fd, END_BYTES, size - END_BYTES)).hexdigest()
+        finally:
+            os.close(fd)
+    except OSError:
+        return ""
+
+
+def was_written(before: os.stat_result, now: os.stat_result) -> bool:
+    """Whether a file was written to between two looks at it."""
+    return (before.st_size, before.st_mtime_ns, before.st_ctime_ns) != (now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+
+
+def beginning(fd: int, size: int) -> bytes:
+    """The SHA-256 of the first `size` bytes of an open file, or of all where there are fewer."""
+    digest, at = hashlib.sha256(), 0
+    while at < size:
+        block = os.pread(fd, min(BLOCK, size - at), at)
+        if not block:
+            break
+        digest.update(block)
+        at += len(block)
+    return digest.digest()

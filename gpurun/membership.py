@@ -2,7 +2,7 @@
 
 Pure: no clock, no network; each event brings the time. A node is alive while the control session hears from it (the direct probe: a
 ping), suspect when that goes silent or breaks, and lost only when every way to it was silent for `lost_after_s`, or its provider says
-that the machine is gone. For one loss there is one SAY_SUSPECT and, if the node comes back, one SAY_BACK, however many tries lie between.
+that the machine is gone and it doesn't answer. For one loss there is one SAY_SUSPECT and, if the node comes back, one SAY_BACK, however many tries lie between.
 
 The time that counts is this process's own: between two events at most `gap_s` of it passed. A laptop that slept, or a process that
 was stopped, heard nothing because it didn't listen: that is not the node's silence.
@@ -67,7 +67,7 @@ TABLE = {
     Connected:  ("meet",      "meet",       "stay"),
     Indirect:   ("vouch",     "vouch",      "stay"),
     Hurry:      ("hurry",     "hurry",      "stay"),
-    Gone:       ("end",       "end",        "stay"),
+    Gone:       ("gainsay",   "end",        "stay"),
 }
 
 
@@ -76,6 +76,7 @@ class Limits(NamedTuple):
     suspect_s: float = 4.0      # two pings without an answer (and twice the round trip); one is lost now and then on a bad line
     drop_s: float = 15.0        # QUIC itself gives a silent peer up after about 12 s, so nothing more will come of this session
     lost_after_s: float = 300.0  # a reboot and a change of networks take less
+    gainsaid_s: float = 60.0    # a provider that calls a machine gone which answers us is believed only after so long
     gap_s: float = 1.0          # five of the orchestrator's ticks: a busy machine is late by less
 
 
@@ -93,6 +94,8 @@ class Member(NamedTuple):
     hurried_s: float = 0.0      # since Hurry
     patience_s: float = 0.0     # what Hurry gave; 0: there was none
     back_after_s: float = 0.0   # how long the last loss lasted
+    gone_first: float = 0.0     # since when its provider says, again and again, that it is gone
+    gone_last: float = 0.0
     reason: str = ""            # of the last SAY_SUSPECT or LOST
     trouble: str = ""           # why the last try on another way failed
 
@@ -177,6 +180,16 @@ def _hurry(member: Member, event: Hurry) -> Next:
     return (member, ()) if member.patience_s else (member._replace(patience_s=event.patience_s, hurried_s=0.0), ())
 
 
+def _gainsay(member: Member, event: Gone) -> Next:
+    """A machine that is gone falls silent within seconds, and then that word ends it. While it answers, the word may be a fault of its provider's,
+    and a run with all that it has made would be thrown away for it."""
+    if not member.session or member.direct_s >= member.limits.suspect_s:
+        return _end(member, event)
+    again = member.gone_first and event.now - member.gone_last <= member.limits.gainsaid_s
+    member = member._replace(gone_first=member.gone_first if again else event.now, gone_last=event.now)
+    return _end(member, event) if event.now - member.gone_first >= member.limits.gainsaid_s else (member, ())
+
+
 def _end(member: Member, event: Gone) -> Next:
     return _lost(member, event.reason)
 
@@ -186,4 +199,4 @@ def _lost(member: Member, reason: str) -> Next:
 
 
 ROWS = {"watch": _watch, "hear": _hear, "come_back": _come_back, "lose": _lose, "lose_again": _lose_again, "meet": _meet,
-        "vouch": _vouch, "hurry": _hurry, "end": _end}
+        "vouch": _vouch, "hurry": _hurry, "gainsay": _gainsay, "end": _end}

@@ -24,19 +24,24 @@ class MaterializeWorkspace(NamedTuple):
 
 
 class RunSetup(NamedTuple):
-    """Run `setup` once WorkspaceMaterialized holds. `env` stays in memory on the node."""
+    """Run `setup` once WorkspaceMaterialized holds. `env` stays in memory on the node. `budget`: as in RunJob, whose hard limit holds here too."""
 
     run_id: str = ""
     command: str = ""
     env: Dict[str, str] = {}
+    budget: Dict[str, Any] = {}
 
 
 class RunJob(NamedTuple):
-    """Run `run` once the workspace and the setup, where there are any, are done. `env` stays in memory on the node."""
+    """Run `run` once the workspace and the setup, where there are any, are done. `env` stays in memory on the node. `budget`: the fields of
+    budgets.Budget that are set; {} for no limits. `backend`: {} for a process of this node, or {"kind": "slurm", "options" of sbatch, "submit_s",
+    "poll_s", "pending_s"}."""
 
     run_id: str = ""
     command: str = ""
     env: Dict[str, str] = {}
+    budget: Dict[str, Any] = {}
+    backend: Dict[str, Any] = {}
 
 
 class CollectOutputs(NamedTuple):
@@ -83,7 +88,8 @@ class WorkspaceMaterialized(NamedTuple):
 
 
 class SetupCompleted(NamedTuple):
-    """The setup ended; a `code` other than 0 is a failed job. `signal` is 0 unless a signal ended it (then `code` is 128 + signal)."""
+    """The setup ended; a `code` other than 0 is a failed job. `signal` is 0 unless a signal ended it (then `code` is 128 + signal). `limit`: the
+    limit that the node ended it for."""
 
     run_id: str = ""
     seq: int = 0
@@ -94,10 +100,12 @@ class SetupCompleted(NamedTuple):
     stderr_bytes: int = 0
     seconds: float = 0.0
     hint: str = ""
+    limit: str = ""
 
 
 class JobExited(NamedTuple):
-    """The job ended. `stdout_bytes` and `stderr_bytes` are the final sizes of its logs. `hint`: what the node knows of the cause."""
+    """The job ended. `stdout_bytes` and `stderr_bytes` are the final sizes of its logs. `hint`: what the node knows of the cause. `limit`: the limit
+    that the node, or Slurm, ended it for."""
 
     run_id: str = ""
     seq: int = 0
@@ -108,6 +116,7 @@ class JobExited(NamedTuple):
     stderr_bytes: int = 0
     seconds: float = 0.0
     hint: str = ""
+    limit: str = ""
 
 
 class OutputsCollected(NamedTuple):
@@ -135,19 +144,26 @@ class JobSubmitted(NamedTuple):
 
 
 class NodeLost(NamedTuple):
+    """`gone`: for good, its machine doesn't exist any more."""
+
     run_id: str = ""
     reason: str = ""
+    gone: bool = False
 
 
 class OperatorStop(NamedTuple):
+    """`limit`: the time or money limit that has it stopped, where nobody did."""
+
     run_id: str = ""
+    limit: str = ""
 
 
 # ---- the rest of a control session -------------------------------------------------------------------------------------------
 
 class Hello(NamedTuple):
     """First line of the opener. With a `run_id`: claim the node for it (`claim`) or follow it; events after `after` are sent again. `keep`:
-    how many of this operator's collected runs the node is to keep."""
+    how many of this operator's collected runs the node is to keep. `shared`: the run's job is no work of this node (it goes to Slurm), so it
+    needs no turn."""
 
     version: str = ""
     operator: str = ""
@@ -157,6 +173,7 @@ class Hello(NamedTuple):
     wait: bool = False
     after: int = 0
     keep: int = 20
+    shared: bool = False
 
 
 class Busy(NamedTuple):
@@ -196,9 +213,42 @@ class QueryRuns(NamedTuple):
 
 class RunStates(NamedTuple):
     """run id: {"phase": queued, workspace, setup, run or ended; "over", "collected", "detached"; "seconds" in that phase; "ahead" in the queue;
-    once it ended "code" (null where nobody knows), "signal", "stopped", "reason"}. A run that the node doesn't have isn't in it."""
+    once it ended "code" (null where nobody knows), "signal", "stopped", "limit", "reason"; of a run with a budget "watch", as in Notice; of one that
+    goes to Slurm "backend": {"kind", "job_id" ("" before it was submitted), "state", "reason", "nodes", "seconds"}}. A run that the node doesn't
+    have isn't in it."""
 
     states: Dict[str, Any] = {}
+
+
+class Arm(NamedTuple):
+    """The node ends its own rented machine when nobody else does: `end_in_s` from now on (which limit that is, says `why`), or once nothing has
+    run and no operator has been there for `idle_s`; 0: that limit isn't set. `provider`: whose machine it is, "vastai"; "" disarms. `api`: the
+    base URL of the provider's API. Taken in any session, and replaces what was said before, by whichever operator. Answered by Armed."""
+
+    end_in_s: float = 0.0
+    idle_s: float = 0.0
+    api: str = ""
+    why: str = ""
+    provider: str = ""
+
+
+class Armed(NamedTuple):
+    """The limits as the node has them now. Not `able`: it can't end its machine, for this `reason`; a job is stopped at `end_in_s` all the same."""
+
+    able: bool = False
+    reason: str = ""
+    end_in_s: float = 0.0
+    idle_s: float = 0.0
+
+
+class Notice(NamedTuple):
+    """What an operator that is there should know now, and nothing hangs on: `about` "silence", "review" or "limit" of the run's budget (`text` is
+    for people; `values` "had": a review that was had before, for who comes later), "backend" (`values` as in RunStates)."""
+
+    run_id: str = ""
+    about: str = ""
+    text: str = ""
+    values: Dict[str, Any] = {}
 
 
 class Ping(NamedTuple):
@@ -219,5 +269,5 @@ class Sample(NamedTuple):
 COMMANDS = (MaterializeWorkspace, RunSetup, RunJob, CollectOutputs, StopJob, Detach, RemoveRun)
 NODE_EVENTS = (NodeReady, WorkspaceMaterialized, SetupCompleted, JobExited, OutputsCollected, NodeFault)
 OPERATOR_EVENTS = (JobSubmitted, NodeLost, OperatorStop)
-OPERATOR_SAYS = COMMANDS + (Hello, Ping, QueryRuns)
-NODE_SAYS = NODE_EVENTS + (Busy, Refused, Detached, Removed, RunStates, Pong, Sample)
+OPERATOR_SAYS = COMMANDS + (Hello, Ping, QueryRuns, Arm)
+NODE_SAYS = NODE_EVENTS + (Busy, Refused, Detached, Removed, RunStates, Armed, Notice, Pong, Sample)

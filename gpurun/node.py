@@ -1,9 +1,11 @@
-"""The agent file's commands on the node: `start` puts an agent to work and says where it is, `serve` is the agent, `supervise` a phase.
+"""The agent file's commands on the node: `start` puts an agent to work and says where it is, `serve` is the agent, `supervise` a phase,
+`join` a way to the agent's socket for an SSH server that forwards none.
 
     python3 agent-<hash>.pyz start --node-dir ~/.gpurun --authorize ID --bind 0.0.0.0:0 --lib DIR [--relay disabled] [--idle-exit-s N]
+    python3 agent-<hash>.pyz join --socket PATH
 
 `start` prints one line, `GPURUN-ENDPOINT {…}` or `GPURUN-FAILED {"reason": …}`; the word in front makes it findable in whatever login
-shells print. It may be called again at any time, by several at once: an agent of the same file that lives answers at once, an idle one
+shells print. Where iroh can't be loaded, or with `--carrier ssh` isn't to be, the agent has its socket alone. It may be called again at any time, by several at once: an agent of the same file that lives answers at once, an idle one
 of another file (or bound where the caller can't reach it) is replaced, a busy one that speaks the same protocol is used as it is.
 """
 
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 EXIT_OLD_PYTHON, EXIT_NO_IROH, EXIT_NO_FOLDER, EXIT_BUSY_OTHER, EXIT_NOT_UP = 10, 11, 12, 13, 14
 START_S = 30.0                # for the agent to come up: loading iroh from a cold disk takes a few seconds
@@ -29,7 +31,7 @@ HUNG_LOOK_S = 15.0            # and then it is watched for so long: a machine th
 LOG_CAP_BYTES = 4 << 20
 START_BYTES = 1 << 20         # what an agent writes until it is up, generously
 LOGIN_S = 15.0                # a login shell whose start files hang longer than this isn't waited for
-PROTOCOL = 1                  # wire.PROTOCOL; `start` doesn't import what it doesn't need
+PROTOCOL = 2                  # wire.PROTOCOL; `start` doesn't import what it doesn't need
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -37,6 +39,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     if arguments[:1] == ["supervise"]:
         from gpurun import supervise
         return supervise.main()
+    if arguments[:2] == ["join", "--socket"] and len(arguments) == 3:
+        from gpurun import sockets
+        return sockets.join(arguments[2])
     parser = argparse.ArgumentParser(prog="gpurun agent")
     parser.add_argument("command", choices=["start", "serve"])
     parser.add_argument("--node-dir", required=True)
@@ -44,6 +49,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument("--bind", default="0.0.0.0:0")
     parser.add_argument("--lib", default="")
     parser.add_argument("--relay", default="disabled")
+    parser.add_argument("--carrier", choices=["any", "ssh"], default="any")
     parser.add_argument("--idle-exit-s", type=float, default=86400.0)
     parser.add_argument("--ready-fd", type=int, default=-1)
     options = parser.parse_args(arguments)
@@ -100,6 +106,8 @@ def _found(known: Dict[str, Any], note: str) -> int:
 
 def _serves(known: Dict[str, Any], options: argparse.Namespace) -> bool:
     """Whether the living agent can be reached as this `start` asks for: one that was started for this machine only hears nobody else."""
+    if known.get("iroh") is not None:        # that one has none: another start would find it as little, unless it was brought meanwhile
+        return known.get("carrier") == options.carrier and known.get("lib") == options.lib
     host, _, port = options.bind.rpartition(":")
     bound = str(known.get("bind") or "").rpartition(":")[0]
     return bound in (host, "0.0.0.0") and port in ("0", str(known["port"])) and known.get("relay") == options.relay
@@ -180,7 +188,7 @@ def _launch(options: argparse.Namespace, folder: str) -> int:
     logged = os.fstat(output).st_size
     ready, child_end = os.pipe()
     command = [sys.executable, "-I", os.path.abspath(sys.argv[0]), "serve", "--node-dir", options.node_dir, "--bind", options.bind,
-               "--lib", options.lib, "--relay", options.relay, "--idle-exit-s", str(options.idle_exit_s), "--ready-fd", str(child_end)]
+               "--lib", options.lib, "--relay", options.relay, "--carrier", options.carrier, "--idle-exit-s", str(options.idle_exit_s), "--ready-fd", str(child_end)]
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                                    pass_fds=[child_end], cwd="/")
@@ -223,18 +231,12 @@ def _serve(options: argparse.Namespace) -> int:
             os.close(options.ready_fd)
 
     sys.stderr = _Log()                      # type: ignore[assignment]
-    if options.lib:
-        sys.path.insert(0, options.lib)
-    try:
-        from gpurun import link
-    except Exception as error:               # an ImportError, an OSError of the loader, whatever generated code raises
-        tell({"code": EXIT_NO_IROH, "reason": f"iroh can't be loaded on this node from {options.lib or 'its Python'}: {error}"})
-        return EXIT_NO_IROH
-    from gpurun import __version__, supervise, wire
+    link, no_iroh = _load_link(options)
+    from gpurun import __version__, sockets, supervise, wire
     from gpurun.agent import Agent
     from gpurun.errors import GpurunError
     from gpurun.files import atomic_write
-    from gpurun.noderun import supervisor_command
+    from gpurun.supervisors import supervisor_command
 
     folder = os.path.join(options.node_dir, "agent")
     if not _lock(os.path.join(folder, "lock"), REPLACE_S):   # one that is just ending has it for a moment longer
@@ -242,17 +244,34 @@ def _serve(options: argparse.Namespace) -> int:
                                                  "endpoint.json was lost. End it, or use another node_dir"})
         return EXIT_BUSY_OTHER
     try:
-        relay: Any = options.relay if options.relay in ("n0", "disabled") else options.relay.split(",")
-        key = link.load_key(os.path.join(folder, "key"))
-        endpoint = _bind(link.Link, key, options.bind, relay, _read(os.path.join(folder, "endpoint.json")).get("port"))
-        agent = Agent(options.node_dir, endpoint, _own_hash(), supervisor_command(), LoginEnvironment())
+        before, endpoint = _read(os.path.join(folder, "endpoint.json")), None
+        key_path = os.path.join(folder, "key")
+        if link is not None:
+            relay: Any = options.relay if options.relay in ("n0", "disabled") else options.relay.split(",")
+            endpoint = _bind(link.Link, link.load_key(key_path), options.bind, relay, before.get("port"))
+        # An agent that had iroh keeps its name without: it has the same runs.
+        own_id = endpoint.id if endpoint is not None else str(before.get("id") or sockets.own_id(key_path))
+        door, no_door = _open_door(folder, own_id)
+        if endpoint is None and door is None:
+            tell({"code": EXIT_NO_IROH, "reason": f"{no_iroh}; and no socket can be made for SSH: {no_door}"})
+            return EXIT_NO_IROH
+        about = {"fast_writes": link.FAST_WRITES} if link is not None else {"iroh": no_iroh}
+        agent = Agent(options.node_dir, [one for one in (endpoint, door) if one is not None], _own_hash(), supervisor_command(), LoginEnvironment(), about)
     except (GpurunError, OSError) as error:
         tell({"code": EXIT_NOT_UP, "reason": _unwritable(error, options.node_dir) if isinstance(error, OSError) else str(error)})
         return EXIT_NOT_UP
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))   # jobs are in sessions of their own and go on
+
+    def leave(number: int, frame: Any) -> None:   # jobs are in sessions of their own and go on
+        if door is not None:
+            door.close()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    known = {"id": endpoint.id, "addresses": endpoint.addresses(), "port": endpoint.port(), "relay_url": endpoint.relay_url(),
-             "pid": os.getpid(), "start": supervise.start_time(os.getpid()), "agent": _own_hash(), "version": __version__,
+    known = {"id": own_id, "addresses": endpoint.addresses() if endpoint is not None else [], "port": endpoint.port() if endpoint is not None else 0,
+             "relay_url": endpoint.relay_url() if endpoint is not None else None, "socket": door.path if door is not None else "",
+             "join": [sys.executable, "-I", os.path.abspath(sys.argv[0]), "join", "--socket", door.path] if door is not None else [],
+             "iroh": None if endpoint is not None else no_iroh, "lib": options.lib, "carrier": options.carrier, "pid": os.getpid(), "start": supervise.start_time(os.getpid()), "agent": _own_hash(), "version": __version__,
              "protocol": wire.PROTOCOL, "python": ".".join(map(str, sys.version_info[:3])), "bind": options.bind, "relay": options.relay}
     try:
         agent.begin()
@@ -268,6 +287,30 @@ def _serve(options: argparse.Namespace) -> int:
             pass
     agent.close()
     return 0
+
+
+def _load_link(options: argparse.Namespace) -> Tuple[Any, str]:
+    """The module that has iroh; or None, and why it can't be had."""
+    if options.carrier == "ssh":
+        return None, "iroh was not to be loaded on this node"
+    if options.lib:
+        sys.path.insert(0, options.lib)
+    try:
+        from gpurun import link
+        return link, ""
+    except Exception as error:               # an ImportError, an OSError of the loader, whatever generated code raises
+        return None, f"iroh can't be loaded on this node from {options.lib or 'its Python'}: {error}"
+
+
+def _open_door(folder: str, own_id: str) -> Tuple[Any, str]:
+    """The socket that SSH leads to; or None, and why it can't be had. An agent that UDP gets through to does without."""
+    from gpurun import sockets
+    from gpurun.wire import CONTROL_ALPN, TRANSFER_ALPN
+    try:
+        return sockets.open_door(folder, own_id, [CONTROL_ALPN, TRANSFER_ALPN]), ""
+    except OSError as error:
+        print(f"no socket for SSH: {error}", file=sys.stderr)
+        return None, f"{error.filename or folder}: {error.strerror}"
 
 
 class _Log:
@@ -322,7 +365,7 @@ class LoginEnvironment:
     """
 
     MARK = b"GPURUN-ENVIRONMENT\0"
-    KEEP = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR")
+    KEEP = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "SLURM_CONF")   # the last says where the cluster is, as no other SLURM_* does
 
     def __init__(self) -> None:
         base = {name: os.environ[name] for name in self.KEEP if name in os.environ}

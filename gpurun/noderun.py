@@ -3,7 +3,7 @@
     runs/<run id>/state.json     the plan, what is done, which supervisor is at work; the names of the job's env, never a value of it
     runs/<run id>/events.jsonl   every event, as it went over the wire; written and synced before it is sent
     runs/<run id>/work/          the workdir and outputs root
-    runs/<run id>/setup.out …    the logs; <phase>.exit from the supervisor
+    runs/<run id>/setup.out …    the logs; <phase>.exit from the supervisor, or run.code.<n> from a job of Slurm
 
 A run has one thread that goes from step to step: workspace, its turn on the node, setup, job, each as soon as what it needs has been
 said. Commands only set facts, so they may come twice, early, or again after the agent was restarted.
@@ -15,93 +15,43 @@ is killed, the next one neither starts a phase a second time, nor leaves one out
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
-from gpurun import manifest, messages, supervise, wire
+from gpurun import budgets, manifest, runstate, supervise
+from gpurun.budgets import Budget
 from gpurun.errors import GpurunError, TransferError, WireError
-from gpurun.files import TEMP_PREFIX, append_line, atomic_write, exact_bytes, free_bytes, make_private_dir, read_json, room
+from gpurun.files import TEMP_PREFIX, atomic_write, exact_bytes, free_bytes, make_private_dir, read_json, room
 from gpurun.messages import CollectOutputs, Detach, JobExited, MaterializeWorkspace, NodeFault, OutputsCollected, RunJob, RunSetup
-from gpurun.messages import SetupCompleted, StopJob, WorkspaceMaterialized
+from gpurun.messages import Notice, SetupCompleted, StopJob, WorkspaceMaterialized
+from gpurun.rundisk import RunDisk
+from gpurun.slurmjobs import Slurm
 from gpurun.store import Store
+from gpurun.supervisors import Supervisors
 from gpurun.transfer import Pulled
+from gpurun.watch import Watch
 
 VERSION = 1
 FULL_BYTES = 1 << 20          # with less free than this, what the phase wrote last may be missing
+WATCHED_POLL_S = 0.5          # so late is seen what a budget asks to be seen
 ADOPTED_POLL_S = 0.1          # a supervisor that an earlier agent started can't be waited for, only looked at
 STARTS = 3                    # of a phase whose supervisor is gone each time before it has begun the command
 RECORDS_BYTES = 64 << 10      # what a run writes about itself, generously
-REASON_SHOWN = 200            # of a fault, in a list of many runs
+KEPT_EVERY_S = 30.0           # so old may be what an agent after this one knows of a job's progress
 
 
 class StoppedError(GpurunError):
     """The run was stopped while none of its processes was at work."""
 
 
-class Supervisors:
-    """Keeps one supervisor waiting, so that starting a phase doesn't cost the start of a Python."""
-
-    def __init__(self, command: List[str]) -> None:
-        self._command = command
-        self._lock = threading.Lock()
-        self._spare: Optional[subprocess.Popen] = None
-
-    def prepare(self) -> None:
-        with self._lock:
-            if self._spare is None:
-                self._spare = self._launch()
-
-    def take(self) -> subprocess.Popen:
-        """A supervisor without work: it ends when `give` doesn't follow, or when this agent ends before that."""
-        with self._lock:
-            process, self._spare = self._spare, None
-        if process is None or process.poll() is not None:
-            process = self._launch()
-        return process
-
-    @staticmethod
-    def give(process: subprocess.Popen, spec: Dict[str, Any]) -> None:
-        """The spec goes over a pipe: it has the values of the job's env. One that is gone meanwhile takes nothing: that shows in its end."""
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(spec).encode("ascii") + b"\n")
-            process.stdin.close()
-        except BrokenPipeError:
-            pass
-
-    @staticmethod
-    def send_home(process: subprocess.Popen) -> None:
-        """Ends one that was taken and gets no work after all."""
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
-
-    def _launch(self) -> subprocess.Popen:
-        # It inherits what this thread blocks: a stop may come before it has read its own first line.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, supervise.BLOCKED)
-        try:
-            return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                    start_new_session=True, close_fds=True)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._spare is not None:
-                self.send_home(self._spare)
-                self._spare = None
-
-
 class NodeRun:
     """One run. `changed` is notified, under its lock, at every event and every step."""
 
-    def __init__(self, store: Store, folder: str, state: Dict[str, Any], supervisors: Supervisors,
+    def __init__(self, store: Store, folder: str, state: Dict[str, Any], supervisors: Supervisors, slurm: Slurm,
                  environment: Callable[[], Dict[str, str]], ended: Callable[["NodeRun"], None]) -> None:
         self.folder = folder
         self.workdir = os.path.join(folder, "work")
@@ -110,28 +60,30 @@ class NodeRun:
         self.operator: str = state["operator"]
         self.name: str = state["operator_name"]
         self.changed = threading.Condition()
-        self.events: List[Any] = []
-        self.listeners: List[Callable[[], None]] = []
+        self.listeners: List[Callable[..., None]] = []   # called at news, with a message that isn't one of its events or without
         self.settled = threading.Event()       # over, and its thread has written its last word: the folder may go
         self._touched = time.monotonic()
-        self._store, self._state = store, state
-        self._supervisors, self._environment, self._ended = supervisors, environment, ended
+        self._store, self._state, self._disk = store, state, RunDisk(folder)
+        self._supervisors, self._slurm, self._environment, self._ended = supervisors, slurm, environment, ended
         self._boot = supervise.boot_id()
-        self._unwritten: List[bytes] = []      # events that a full disk didn't take; in order, before any later one
-        self._unsaved = False                  # facts that an agent after this one wouldn't know
         self._turn = False
         self._logs_read = False                # an agent after this one takes it for granted: a sync for each run would be dear
         self._arrived: Set[str] = set()
         self._commands: Dict[str, Any] = {}    # "setup" and "run", each with the values of its env
         self._stop = False
+        self._grace_s = StopJob().grace_s
+        self._watch: Optional[Watch] = None    # of a job that has a budget
+        self._looked_s = self._kept_s = 0.0    # when it was asked last, and when what it said was last kept, in the job's time
         self._gone = ""
 
     @classmethod
-    def create(cls, store: Store, run_id: str, job: str, operator: str, operator_name: str, place: int, keep: int, **parts: Any) -> "NodeRun":
-        """A new run with its folder; GpurunError when the disk won't have it. `place` numbers the runs in the order they came."""
+    def create(cls, store: Store, run_id: str, job: str, operator: str, operator_name: str, place: int, keep: int, shared: bool = False,
+               **parts: Any) -> "NodeRun":
+        """A new run with its folder; GpurunError when the disk won't have it. `place` numbers the runs in the order they came. `shared`: it
+        needs no turn, since its job is no work of this node."""
         folder = os.path.join(store.runs, run_id)
-        state = _complete({"version": VERSION, "run_id": run_id, "job": job, "operator": operator, "operator_name": operator_name,
-                           "created": time.time(), "place": place, "keep": keep, "turn": False})
+        state = runstate.complete({"version": VERSION, "run_id": run_id, "job": job, "operator": operator, "operator_name": operator_name,
+                                   "created": time.time(), "place": place, "keep": keep, "turn": False, "shared": shared})
         try:
             make_private_dir(folder)
         except OSError as error:
@@ -149,33 +101,20 @@ class NodeRun:
         state = read_json(os.path.join(folder, "state.json"))
         if state is None or state.get("version") != VERSION:
             return None
-        run = cls(store, folder, _complete(state), **parts)
+        run = cls(store, folder, runstate.complete(state), **parts)
         run._logs_read = True
-        run._read_events()
+        run._stop = bool(run._state["stopped"])
+        run._disk.read_events()
         for event in run.events:
             run._catch_up(event)
         if run._state["boot"] != run._boot or not run._boot:
             run._began_phase()                 # the clock began anew, or may have
         plan = run._state["plan"]
-        for phase, kind in (("setup", RunSetup), ("run", RunJob)):
+        for phase in ("setup", "run"):
             if plan[phase] is not None and not plan[phase]["env"]:   # the values of an env were in the earlier agent's memory, and only there
-                run._commands[phase] = kind(run.run_id, plan[phase]["command"], {})
+                run._commands[phase] = run._planned(phase, {})
         run._sweep()
         return run
-
-    def _read_events(self) -> None:
-        """A last line that was cut short was never sent. It goes: the next event must not be written behind half of another one."""
-        path, size = os.path.join(self.folder, "events.jsonl"), 0
-        try:
-            with open(path, "rb") as stream:
-                for line in stream:
-                    if not line.endswith(b"\n"):
-                        os.truncate(path, size)
-                        break
-                    self.events.append(wire.decode(line, messages.NODE_EVENTS))
-                    size += len(line)
-        except FileNotFoundError:
-            pass
 
     def _catch_up(self, event: Any) -> None:
         """What an event says was done, although the agent was killed before it wrote that into state.json."""
@@ -184,7 +123,7 @@ class NodeRun:
             state["made"] = state["made"] or {"files": event.files, "size_bytes": event.size_bytes, "boot": ""}
             state["workspace"] = state["turn"] = True
         elif isinstance(event, SetupCompleted):
-            state["setup"] = _setup_code(event)
+            state["setup"] = runstate.setup_code(event)
             state["over"] = state["over"] or bool(state["setup"])
             if self._was_at("setup"):
                 state["supervised"] = None
@@ -221,7 +160,7 @@ class NodeRun:
             self._touched = time.monotonic()
             {MaterializeWorkspace: self._materialize_workspace, RunSetup: self._run_setup, RunJob: self._run_job,
              CollectOutputs: self._collect_outputs, StopJob: self._stop_job, Detach: self._detach}[type(command)](command)
-            if self._unsaved and self.made and not self._turn and not self.over:
+            if self._disk.unsaved and self.made and not self._turn and not self.over:
                 self._save()                   # in the queue no other save may come for hours
             self.changed.notify_all()
         self._tell()
@@ -231,7 +170,7 @@ class NodeRun:
             raise WireError("MaterializeWorkspace.tree must be a SHA-256")
         if self._state["made"] is None:
             self._state["plan"]["tree"] = command.tree   # another tree than before: a file changed while it was sent
-            self._unsaved = True
+            self._disk.unsaved = True
 
     def _run_setup(self, command: RunSetup) -> None:
         self._plan_phase("setup", command, self._state["setup"] is not None or self.has_process)
@@ -245,28 +184,41 @@ class NodeRun:
             return
         plan, names = self._state["plan"], sorted(command.env)
         if plan[phase] is None:
-            plan[phase] = {"command": command.command, "env": names}
-            self._unsaved = True
+            budgets.from_wire(command.budget)  # or a WireError, before anything is begun
+            backend = getattr(command, "backend", {})
+            if backend and backend.get("kind") != "slurm":
+                raise WireError(f"a job for {str(backend.get('kind'))[:40]!r} isn't known here: the agent is of an older version, and is replaced once it is idle")
+            plan[phase] = {"command": command.command, "env": names, "budget": command.budget, "backend": backend}
+            self._disk.unsaved = True
         elif names != plan[phase]["env"]:
             if begun:
                 return
             raise WireError(f"the values of {_listed(plan[phase]['env'])} in its env went with an agent that was ended, and what was sent now brings "
                             f"{_listed(names)}")
-        self._commands[phase] = command._replace(command=plan[phase]["command"])
+        self._commands[phase] = self._planned(phase, command.env)
+
+    def _planned(self, phase: str, env: Dict[str, str]) -> Any:
+        """The phase's command as it was first said, with these values."""
+        plan = self._state["plan"][phase]
+        command = RunSetup(self.run_id, plan["command"], env, plan.get("budget") or {})
+        return command if phase == "setup" else RunJob(*command, backend=plan.get("backend") or {})
 
     def _collect_outputs(self, command: CollectOutputs) -> None:
         if self._state["plan"]["outputs"] is None:
-            self._state["plan"]["outputs"], self._unsaved = list(command.outputs), True
+            self._state["plan"]["outputs"], self._disk.unsaved = list(command.outputs), True
         self._state["asked_outputs"] = True
         self._report_collected()
 
     def _detach(self, _command: Detach) -> None:
-        self._state["detached"], self._unsaved = True, True   # written before it is promised: see `may_leave`
+        self._state["detached"], self._disk.unsaved = True, True   # written before it is promised: see `may_leave`
 
     def _stop_job(self, command: StopJob) -> None:
         if self._state["over"]:
             return
-        self._stop = True
+        self._stop, self._grace_s = True, command.grace_s
+        if self._state["slurm"] is not None and not self._state["stopped"]:   # before Slurm hears of it: what ended the job must be known after us
+            self._state["stopped"] = True
+            self._save()
         supervised = self._state["supervised"]
         if supervised and self._alive(supervised):
             try:
@@ -306,6 +258,14 @@ class NodeRun:
         with self.changed:
             self._state["keep"] = keep
 
+    def stop_by_node(self, limit: str) -> None:
+        """What StopJob does, by the node itself; its end tells which limit that was, whichever agent is there then."""
+        with self.changed:
+            if not self._stop and not self.over:
+                self._state["limit"], self._disk.unsaved = limit, True
+                self._save()
+        self.handle(StopJob(self.run_id))
+
     def give_up(self, reason: str) -> None:
         """Ends a run that nobody drives any more and that has no process."""
         with self.changed:
@@ -313,6 +273,10 @@ class NodeRun:
             self.changed.notify_all()
 
     # ---- what others ask ---------------------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> List[Any]:
+        return self._disk.events
 
     @property
     def over(self) -> bool:
@@ -363,7 +327,18 @@ class NodeRun:
 
     @property
     def has_process(self) -> bool:
-        return self._state["supervised"] is not None
+        """Whether something of it runs, here or in Slurm, or may."""
+        return self._state["supervised"] is not None or self._state["slurm"] is not None
+
+    @property
+    def shared(self) -> bool:
+        """Whether it needs no turn."""
+        return bool(self._state["shared"])
+
+    @property
+    def bound(self) -> bool:
+        """Whether an agent after this one may be unable to go on with it: of a shared run, until Slurm has its job."""
+        return not self.over and not (self._state["slurm"] or {}).get("job_id")
 
     @property
     def lost_values(self) -> List[str]:
@@ -388,35 +363,20 @@ class NodeRun:
         with self.changed:
             if not self.can_finish_alone:
                 return False
-            if self._unsaved and not self.over and not self._save():
+            if self._disk.unsaved and not self.over and not self._save():
                 raise TransferError(f"the plan can't be written in {self.folder} on the node ({room(self._store.root, RECORDS_BYTES)}): "
                                     "stay with the run, or make room there and detach again")
             return True
 
     def report(self) -> Dict[str, Any]:
-        """How it is, for RunStates; `ahead` is the queue's to say."""
+        """How it is, for RunStates."""
         with self.changed:
-            state = self._state
-            last = next((event for event in reversed(self.events) if not isinstance(event, OutputsCollected)), None)
-            said: Dict[str, Any] = {"over": self.over, "collected": self.collected, "detached": bool(state["detached"]),
-                                    "seconds": round(max(0.0, time.monotonic() - state["since"]), 1)}
-            if self.over:
-                said.update(phase="ended", code=None, signal=0, stopped=False, reason="")
-                if isinstance(last, JobExited):
-                    said.update(code=last.code, signal=last.signal, stopped=last.stopped, reason=last.hint[:REASON_SHOWN])
-                elif isinstance(last, SetupCompleted):
-                    said.update(code=_setup_code(last), signal=last.signal, stopped=last.stopped, reason=(last.hint or "the setup failed")[:REASON_SHOWN])
-                elif isinstance(last, NodeFault):
-                    said.update(reason=last.reason[:REASON_SHOWN])
-            elif self.has_process:
-                said["phase"] = state["supervised"]["phase"]
-            elif not self._turn:
-                said["phase"] = "queued"
-            elif not state["workspace"]:
-                said["phase"] = "workspace"
-            else:
-                said["phase"] = "setup" if state["plan"]["setup"] is not None and state["setup"] is None else "run"
-            return said
+            return runstate.report(self._state, self.events, self.collected, self._turn, self._watch.state() if self._watch is not None else None)
+
+    @property
+    def backend(self) -> Dict[str, Any]:
+        """What Slurm last said of its job; {} for a run that isn't Slurm's."""
+        return runstate.backend(self._state)
 
     def wait_over(self, timeout_s: float) -> bool:
         with self.changed:
@@ -453,7 +413,7 @@ class NodeRun:
                 self._do_job()
         except StoppedError:
             with self.changed:
-                self._emit(JobExited, code=128 + signal.SIGTERM, signal=int(signal.SIGTERM), stopped=True)
+                self._emit(JobExited, code=128 + signal.SIGTERM, signal=int(signal.SIGTERM), stopped=True, limit=self._state["limit"])
         except GpurunError as error:
             fault = str(error)
         except OSError as error:
@@ -500,7 +460,7 @@ class NodeRun:
         if not self.made or self._may_be_torn():
             files, size = self._store.materialize(self._contents(), self.workdir)
             with self.changed:
-                state["made"], self._unsaved = {"files": files, "size_bytes": size, "boot": self._boot}, True
+                state["made"], self._disk.unsaved = {"files": files, "size_bytes": size, "boot": self._boot}, True
                 self._gone = ""                # said while it was being made, and not true any more
                 self._arrived = set()
                 if not self._turn:
@@ -543,19 +503,24 @@ class NodeRun:
                     self.changed.wait(1.0)
 
     def _was_at(self, phase: str) -> bool:
-        return bool(self._state["supervised"]) and self._state["supervised"]["phase"] == phase
+        supervised = self._state["supervised"]
+        return bool(supervised) and supervised["phase"] == phase or phase == "run" and self._state["slurm"] is not None
 
     def _do_setup(self) -> None:
         record = self._phase("setup")
         with self.changed:
             self._emit(SetupCompleted, **record)
-            self._state["setup"] = _setup_code(self.events[-1])
+            self._state["setup"] = runstate.setup_code(self.events[-1])
             self._state["supervised"] = None
             self._began_phase()
             self._save()
 
     def _do_job(self) -> None:
-        record = self._phase("run")
+        plan = self._state["plan"]
+        if not self._was_at("run"):            # a stop doesn't make nothing of a job that is at work
+            self._await(lambda: plan["run"] is not None)
+        self._begin_watch()
+        record = self._slurm_job() if (plan["run"] or {}).get("backend") else self._phase("run")
         with self.changed:
             self._state["over"] = True
             self._emit(JobExited, **record)
@@ -577,10 +542,8 @@ class NodeRun:
 
     def _start(self, phase: str) -> "subprocess.Popen[bytes]":
         """A supervisor at work. That it is the one is on the disk before it knows what to do."""
-        command = self._commands[phase]
-        environment = dict(self._environment())
-        environment.update({"PYTHONUNBUFFERED": "1", **command.env})
-        environment.update(GPURUN_RUN_ID=self.run_id, GPURUN_JOB=self.job, GPURUN_OUTPUTS=self.workdir, PWD=self.workdir)
+        command, environment = self._commands[phase], self._environment_of(phase)
+        budget = budgets.from_wire(command.budget)
         with self.changed:
             if self._stop:
                 raise StoppedError("stopped")
@@ -589,25 +552,29 @@ class NodeRun:
             except OSError as error:
                 raise GpurunError(f"the node could not start a process for the {phase}: {error.strerror}") from None
             self._state["supervised"] = {"phase": phase, "pid": process.pid, "start": supervise.start_time(process.pid), "boot": self._boot}
+            self._began_phase()                # an agent after this one counts the job's time from here
             if not self._save():               # an agent after this one would start it a second time
                 self._state["supervised"] = None
                 self._supervisors.send_home(process)
                 raise GpurunError(f"the {phase} was not started: that it runs couldn't be written in {self.folder} on the "
                                   f"node ({room(self._store.root, RECORDS_BYTES)}). Make room there, and run again")
-            self._supervisors.give(process, {"folder": self.folder, "phase": phase, "command": command.command, "umask": 0o022,
-                                             "workdir": self.workdir, "env": environment})
-            self._began_phase()
+            self._supervisors.give(process, {"folder": self.folder, "phase": phase, "command": command.command, "umask": 0o022, "workdir": self.workdir,
+                                             "hard_s": budget.hard_s, "limit": budgets.hard_limit(budget), "env": environment})
+            self._began_phase()                # and this one no earlier than the supervisor does, or nearly so
             self.changed.notify_all()
         return process
+
+    def _environment_of(self, phase: str) -> Dict[str, str]:
+        """What the phase's command starts from: a login shell's, the job's own values, and what is ours."""
+        environment = dict(self._environment())
+        environment.update({"PYTHONUNBUFFERED": "1", **self._commands[phase].env})
+        environment.update(GPURUN_RUN_ID=self.run_id, GPURUN_JOB=self.job, GPURUN_OUTPUTS=self.workdir, PWD=self.workdir)
+        return environment
 
     def _outcome(self, phase: str, process: Optional["subprocess.Popen[bytes]"]) -> Optional[Dict[str, Any]]:
         """Waits for a phase's supervisor; its exit record, None when the command never began. GpurunError when nobody knows how it ended."""
         supervised = self._state["supervised"]
-        if process is not None:
-            process.wait()
-        else:
-            while self._alive(supervised):
-                time.sleep(ADOPTED_POLL_S)
+        self._wait_for(phase, process, supervised)
         record = read_json(os.path.join(self.folder, phase + ".exit"))
         if record is None:
             if self._other_boot(supervised):   # its files may be of any age: only what was synced is sure to be here
@@ -628,11 +595,142 @@ class NodeRun:
             if not record["code"]:             # it took the TERM for its end: nobody may take that for a success
                 record.update(code=128 + signal.SIGTERM, signal=int(signal.SIGTERM))
             hints.append("something on the node ended its supervisor")
+        if record["stopped"]:
+            record["limit"] = self._state["limit"]
         free = free_bytes(self.folder)
         if free < FULL_BYTES:
             hints.append(f"the node's disk is full ({self.folder}: {exact_bytes(free)} free): its logs and outputs may be cut short")
         record["hint"] = "; ".join(hints)
         return record
+
+    def _wait_for(self, phase: str, process: Optional["subprocess.Popen[bytes]"], supervised: Dict[str, Any]) -> None:
+        """Until a supervisor has ended; the budget of its job is looked after meanwhile."""
+        watched = phase == "run" and self._watch is not None
+        while True:
+            if process is None:
+                if not self._alive(supervised):
+                    return
+                time.sleep(ADOPTED_POLL_S)
+            else:
+                try:
+                    process.wait(min(WATCHED_POLL_S, self._watch.next_s) if self._watch is not None and watched else None)
+                    return
+                except subprocess.TimeoutExpired:
+                    pass
+            if watched and not self._stop:
+                limit = self._look_after(time.monotonic() - self._state["since"])
+                if limit:
+                    self.stop_by_node(limit)
+
+    def _begin_watch(self) -> None:
+        """Before the job is started, or taken up again: what is there by then is no progress of it."""
+        plan = self._state["plan"]
+        budget = budgets.from_wire((plan["run"] or {}).get("budget") or {})
+        if self._watch is None and budget != Budget():
+            try:
+                self._watch = Watch(budget, [os.path.join(self.folder, name) for name in ("run.out", "run.err")],
+                                    [os.path.join(self.workdir, name) for name in plan["outputs"] or ()], self._count, self._state["watch"])
+            except ValueError as error:        # the node's Python is an older one than the operator's
+                raise GpurunError(f"the job was not started: {error}") from None
+
+    def _count(self) -> Optional[int]:
+        """The job's processes, where they are here."""
+        supervised = self._state["supervised"]
+        return len(supervise.descendants(supervised["pid"])) if supervised else None
+
+    def _look_after(self, elapsed_s: float) -> str:
+        """Has the job's budget looked at if that is due: what there is to tell is told; why the job must end now, or ""."""
+        watch = self._watch
+        if watch is None or 0 <= elapsed_s - self._looked_s < watch.next_s:
+            return ""
+        self._looked_s = elapsed_s
+        decision = watch.look(elapsed_s)
+        if decision.act != budgets.GO_ON or not elapsed_s - self._kept_s < KEPT_EVERY_S:
+            self._kept_s = elapsed_s
+            with self.changed:
+                self._state["watch"] = watch.kept()
+                self._save()
+        if decision.act != budgets.GO_ON:
+            about = {budgets.TELL: "silence", budgets.REVIEW: "review", budgets.STOP: "limit"}[decision.act]
+            self._notice(about, f"stopping the job: {decision.text}" if about == "limit" else decision.text, watch.state())
+        return decision.text if decision.act == budgets.STOP else ""
+
+    def notices(self) -> List[Notice]:
+        """For an operator that comes: how its job is in Slurm, and a review that it may have missed ("had")."""
+        found = [Notice(self.run_id, "backend", "", self.backend)] if self.backend else []
+        with self.changed:
+            text = self._watch.review() if self._watch is not None and not self._stop and not self.over else ""
+        return found + ([Notice(self.run_id, "review", text, {"had": True})] if text else [])
+
+    def _notice(self, about: str, text: str, values: Dict[str, Any]) -> None:
+        for listener in list(self.listeners):
+            listener(Notice(self.run_id, about, text, values))
+
+    # ---- a job of Slurm's -------------------------------------------------------------------------------------------------------
+
+    def _slurm_job(self) -> Dict[str, Any]:
+        """Submits the job, or takes up the one that an earlier agent submitted; its exit record. That it is about to be submitted is on the
+        disk before it is, so it never is a second time."""
+        if self._state["slurm"] is None:
+            self._await(lambda: "run" in self._commands)
+        job = self._slurm.job(self.folder, self.workdir, self.run_id, self._state["plan"]["run"]["backend"])
+        found = self._state["slurm"]
+        job_id = found["job_id"] if found else ""
+        if found and not job_id:               # an agent was ended while it submitted
+            job_id = job.find() or ""
+            if not job_id:
+                with self.changed:
+                    self._state["slurm"] = None
+                    self._save()
+        if not job_id:
+            self._await(lambda: "run" in self._commands)
+            environment = self._environment_of("run")
+            with self.changed:
+                if self._stop:
+                    raise StoppedError("stopped")
+                self._state["slurm"] = {"job_id": ""}
+                if not self._save():           # an agent after this one would submit it a second time
+                    self._state["slurm"] = None
+                    raise GpurunError(f"the job was not submitted: that it is couldn't be written in {self.folder} on the node "
+                                      f"({room(self._store.root, RECORDS_BYTES)}). Make room there, and run again")
+            budget = budgets.from_wire(self._commands["run"].budget)
+            job_id = job.submit(self._commands["run"].command, environment, lambda: self._stop, budget.hard_s, budgets.hard_limit(budget))
+            if not job_id:
+                raise StoppedError("stopped")
+        with self.changed:
+            self._state["slurm"]["job_id"] = job_id
+            self._began_phase()
+            self._save()
+        record = job.follow(job_id, self)
+        return dict(record, limit=record["limit"] or self._state["limit"])   # which an agent before this one may have ended it for
+
+    def stop(self) -> Optional[float]:
+        """For Slurm's job: the grace period once it is to end."""
+        return self._grace_s if self._stop else None
+
+    def tell(self, news: Dict[str, Any]) -> None:
+        """For Slurm's job: what Slurm says of it now."""
+        with self.changed:
+            known = self._state["slurm"]
+            before = known.get("state", "")
+            known.update(news, state=news["state"] or before)   # an agent that has just begun hasn't heard of it yet
+            if known["state"] != before:
+                self._save()
+        self._notice("backend", "", self.backend)
+
+    def limit(self, running_s: float) -> str:
+        """For Slurm's job, asked each second while it runs: why it must end now."""
+        text = self._look_after(running_s)
+        if text:
+            with self.changed:
+                self._state["limit"] = text
+                self._save()
+        return text
+
+    def wait(self, timeout_s: float) -> None:
+        """For Slurm's job: returns early when an operator said something."""
+        with self.changed:
+            self.changed.wait(timeout_s)
 
     def _lost(self, phase: str) -> str:
         """The supervisor is gone without a record: ends what it left behind and waits for that, says what is known."""
@@ -663,73 +761,24 @@ class NodeRun:
     def _emit(self, cls: type, **fields: Any) -> None:
         """Writes an event to the node's disk, then shows it. Called under the lock. A disk that is full keeps nobody from hearing how
         the job ended: it is written when there is room, and an agent after this one would find it anew, in the exit record."""
-        event = cls(run_id=self.run_id, seq=len(self.events) + 1, **fields)
-        self._unwritten.append(wire.encode(event))
-        self._write_events()
-        self.events.append(event)
+        self._disk.add(cls(run_id=self.run_id, seq=len(self.events) + 1, **fields))
         self.changed.notify_all()
         self._tell()
-
-    def _write_events(self) -> bool:
-        """Whether all events are on the disk now, in their order and without a gap."""
-        try:
-            if self._unwritten:
-                fd = os.open(os.path.join(self.folder, "events.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-                try:
-                    while self._unwritten:
-                        append_line(fd, self._unwritten[0])
-                        del self._unwritten[0]
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-        except OSError:
-            return False
-        return True
 
     def _tell(self) -> None:
         for listener in list(self.listeners):
             listener()
 
     def _save(self) -> bool:
-        """Whether the disk took it, the events first. Where it didn't, an agent after this one knows an earlier state and asks the
-        processes again."""
-        try:
-            if not self._write_events():
-                self._unsaved = True
-                return False
-            atomic_write(os.path.join(self.folder, "state.json"), json.dumps(dict(self._state, boot=self._boot)).encode("ascii"))
-        except OSError:
-            self._unsaved = True
-            return False
-        self._unsaved = False
-        return True
+        """Whether the disk took the state."""
+        return self._disk.save(dict(self._state, boot=self._boot))
 
     def write_rest(self) -> None:
         """Of an ended run, what a full disk didn't take: else an agent after this one would go on with it."""
         with self.changed:
-            if self._unsaved and self.over:
+            if self._disk.unsaved and self.over:
                 self._save()
-
-
-def _complete(state: Dict[str, Any]) -> Dict[str, Any]:
-    """A run's state with all its keys: those that an agent of an older version didn't know have the value that fits what it did."""
-    began = {"boot": supervise.boot_id(), "since": time.monotonic(), "place": 0, "keep": 20, "turn": True, "workspace": False, "made": None,
-             "setup": None, "over": False, "collected": False, "pulled": None, "asked_outputs": False, "supervised": None, "detached": False,
-             "logs_taken": False, "plan": {"tree": None, "setup": None, "run": None, "outputs": None}}
-    if state.get("workspace"):
-        began["made"] = {"files": 0, "size_bytes": 0, "boot": began["boot"]}
-    return dict(began, **state)
-
-
-def _setup_code(event: SetupCompleted) -> int:
-    """0 when the job may follow. A setup that was stopped and exits 0 all the same has no job behind it either."""
-    return event.code or (128 + signal.SIGTERM if event.stopped else 0)
 
 
 def _listed(names: List[str]) -> str:
     return ", ".join(names) or "nothing"
-
-
-def supervisor_command() -> List[str]:
-    """How this agent file is started as a supervisor; isolated from the user's Python settings and packages."""
-    return [sys.executable, "-I", "-S", sys.argv[0], "supervise"]

@@ -13,29 +13,28 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Callable, Sequence
 
-from gpurun import __version__, fsm, landing, manifest, transfer, workspace
+from gpurun import __version__, budgets, fsm, landing, manifest, pushing, signals, transfer, workspace
 from gpurun.config import Cluster, Job
 from gpurun.contact import Contact
 from gpurun.errors import (
-    EXIT_STOPPED, EXIT_TIME_LIMIT, GpurunError, LinkError, NodeBusyError, RecordError, RefusedError, TransferError, WireError,
-    WorkspaceError,
+    EXIT_STOPPED, EXIT_TIME_LIMIT, GpurunError, LinkError, MachineGoneError, NodeBusyError, RecordError, TransferError, UnkeptError,
+    WireError, WorkspaceError, described,
 )
-from gpurun.files import human_bytes, room
+from gpurun.files import room
+from gpurun.following import Following
 from gpurun.link import Link
-from gpurun.logs import Logs
 from gpurun.messages import (
-    TERMINAL, Busy, CollectOutputs, Detach, Detached, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeLost, NodeReady, OperatorStop,
-    OutputsCollected, QueryRuns, Refused, RunJob, RunSetup, RunStates, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
+    TERMINAL, Busy, CollectOutputs, Detach, Detached, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeLost, NodeReady, Notice,
+    OperatorStop, OutputsCollected, QueryRuns, Refused, RunJob, RunSetup, RunStates, Sample, SetupCompleted, StopJob, WorkspaceMaterialized, NODE_EVENTS,
 )
 from gpurun.provider import Node
 from gpurun.records import Record, RunFolder, utc_now
-from gpurun.screen import Screen, counted, remember_terminal
+from gpurun.screen import Screen, remember_terminal
 from gpurun.session import Session, dial_known, reach_any
 
 TICK_S = 0.2
@@ -46,7 +45,6 @@ FAULT_LOGS_S = 5.0            # the same when the node could not end the run as 
 PUSHES = 3                    # a workspace that changes under us is listed and pushed again this often
 KEEP_RUNS = Hello().keep      # collected runs of this operator that the node keeps
 GRACE_S = StopJob().grace_s   # between TERM and KILL
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEYS = {"s": "stop the job", "d": "detach: the job goes on there", "g": "go on watching"}
 
 
@@ -58,12 +56,16 @@ class Orchestrator:
     """Drives one run. `run()` and `take_over()` return the result object, whose `exit_code` is the process's."""
 
     def __init__(self, job: Job, cluster: Cluster, nodes: Sequence[Node], link: Callable[[], Link], folder: RunFolder, record: Record,
-                 screen: Screen, wait: bool = False, operator: str = "", detach: bool = False, keep: int = KEEP_RUNS, lacking: str = "") -> None:
-        """`detach`: leave as soon as the node can end the run alone. `lacking`: why `job` isn't all that it was when the run was begun,
-        the values of its env and the workspace included (what a record alone hasn't got)."""
+                 screen: Screen, wait: bool = False, operator: str = "", detach: bool = False, keep: int = KEEP_RUNS, lacking: str = "",
+                 ends: bool = False, submits: bool = False) -> None:
+        """`detach`: leave as soon as the node can end the run alone; with `submits` not before its backend has the job. `lacking`: why `job` isn't
+        all that it was when the run was begun, the values of its env and the workspace included (what a record alone hasn't got). `ends`: the
+        caller ends the machine after this, whatever comes of it."""
         self._job, self._cluster, self._nodes, self._make_link = job, cluster, list(nodes), link
         self._folder, self._record, self._screen = folder, record, screen
-        self._wait, self._operator, self._detach, self._keep, self._lacking = wait, operator, detach, keep, lacking
+        self._wait, self._operator, self._detach, self._keep, self._lacking, self._ends = wait, operator, detach, keep, lacking, ends
+        self._submits = submits
+        self._late = budgets.Late(budgets.from_wire(record.job.get("budget") or {}))
         self._fsm = fsm.Run(run_id=record.run_id, has_workspace=job.workdir is not None, has_setup=bool(job.setup),
                             has_outputs=bool(job.outputs))
         self._inbox: "SimpleQueue[Any]" = SimpleQueue()
@@ -75,29 +77,27 @@ class Orchestrator:
         self._sent: set[str] = set()          # the commands that went over this session
         self._entries: list[manifest.Entry] = []
         self._encoded = b""
-        self._logs = Logs(folder)
-        self._shown = dict(self._logs.kept)   # where the node's logs go on
-        self._echo = True                     # whether the job's output is shown as well as kept
-        self._tail: int | None = None         # lines of each log that a taker-over wants to see of the past, None: all
-        self._past_shown = False
+        self._logs = Following(folder, screen, self._warn_once)
         self._warned: set[str] = set()
         self._last_word_until = 0.0           # a node that was told to stop what we gave up is heard until then
         self._unkept = ""                     # why the record isn't on the disk as it is
-        self._followed = self._pulled = self._writing = False
+        self._followed = self._pulled = False
         self._collected: OutputsCollected | None = None
         self._collect_error = ""
         self._pull_from: tuple[int, int] | None = None   # bytes done and in all when the pull began
         self._refused: set[str] = set()
         self._signals = 0
-        self._asked = False                   # what Ctrl-C means is being asked
+        self._asked = self._reviewed = False  # what Ctrl-C means is being asked; a review was told here
         self._stop_wanted = self._taking_over = False
+        self._limit = ""                      # of time or money, that was reached, in words
         self._grace_s = GRACE_S
         self._detached = self._left = self._timed_out = False
         self._before: dict[str, Any] = {}     # the record of a run that is taken over, as it was
         self._deadline = float("inf")
         self._began = self._phase_began = time.monotonic()
-        self._log_moved = self._ended = time.monotonic()
+        self._ended = time.monotonic()
         self._shown_phase = ""                # the phase that the screen is at
+        self._told_backend: dict[str, Any] = {}
         self._there: dict[str, Any] = {}      # what the node said of the run when it was taken over
         self._round = 0                       # transfers of an earlier session or claim have an earlier number
         self._launched: dict[str, float] = {}
@@ -108,11 +108,9 @@ class Orchestrator:
     def run(self) -> dict[str, Any]:
         """The whole run, or with `detach` its beginning. Raises GpurunError for what goes wrong before the node has the run; all else is
         in the result."""
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:   # nohup, and a shell's `&` in a script, have their reasons
-                # Never put back: a late Ctrl-C mustn't cut off the result that the caller prints.
-                signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)   # blocked since there is a record that somebody has to close
+        signals.handle(self._on_signal)       # never put back: a late Ctrl-C mustn't cut off the result that the caller prints
+        for number in signals.kept():         # since there is a record, or a machine, that somebody has to end
+            self._on_signal(number, None)
         restore_terminal = remember_terminal()
         try:
             self._preparing = True
@@ -151,8 +149,8 @@ class Orchestrator:
             self._record.times["ended"] = ""
         self._record.seq = 0                  # the node tells all of it again, and what the lifecycle has seen it passes over
         self._taking_over, self._stop_wanted, self._grace_s = True, stop, grace_s
-        self._echo, self._tail, self._deadline = echo, tail if echo else None, deadline
-        self._past_shown = not past or tail is not None
+        self._logs.take_over(echo, tail, past)
+        self._deadline = deadline
         self._signals = 1 if stop or leaves else 0   # the first Ctrl-C leaves
         return self.run()
 
@@ -161,7 +159,7 @@ class Orchestrator:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._signals += 1
-        if self._signals > 3:                 # the main thread hangs, in a write that nobody reads: it has had its chances
+        if self._signals > (6 if self._ends else 3):   # the main thread hangs, in a write that nobody reads: it has had its chances
             self._screen.stop_asking()
             os._exit(EXIT_STOPPED)
         self._inbox.put(("signal", None, number))
@@ -176,7 +174,7 @@ class Orchestrator:
             except GpurunError as error:
                 self._inbox.put(("failed", None, error))
             except Exception as error:        # whatever it was, the main thread waits for a word
-                self._inbox.put(("failed", None, GpurunError(_described(error))))
+                self._inbox.put(("failed", None, GpurunError(described(error))))
 
         threading.Thread(target=body, name=name, daemon=True).start()
 
@@ -189,9 +187,9 @@ class Orchestrator:
                 raise GpurunError(f"the workspace of {self._fsm.run_id} never arrived on its node, and it can't be sent again: {self._lacking}. Set that "
                                   f"right, or end the run with: gpurun stop {self._fsm.run_id}")
             self._list_workspace()
-        session, error = dialled.get()
+        found = dialled.get()
         self._link = self._make_link()
-        return session or reach_any(self._link, self._nodes, self._inbox, self._screen, error)
+        return found if isinstance(found, Session) else reach_any(self._link, self._nodes, self._inbox, self._screen, found)
 
     def _needs_push(self) -> bool:
         return (self._fsm.has_workspace and self._fsm.phase in ("", "workspace") and self._fsm.state not in TERMINAL
@@ -206,15 +204,7 @@ class Orchestrator:
         tree = manifest.tree_id(self._encoded)
         if self._record.job.setdefault("tree", tree) != tree:
             self._screen.warn("the workspace isn't what it was when the run was begun; what hasn't arrived goes as it is now")
-        files = sum(entry.kind == "file" for entry in found.entries)
-        left_out = f"; {found.excluded_count} left out by exclude" if found.excluded_count else ""
-        self._screen.say(f"workspace {manifest.quote_name(root)}: {counted(files, 'files')}, {human_bytes(found.total_bytes)}{left_out}")
-        for skipped in found.skipped[:10]:
-            self._screen.warn(f"'{manifest.quote_name(skipped.path)}' doesn't go: it is {skipped.reason}")
-        if len(found.skipped) > 10:
-            self._screen.warn(f"{len(found.skipped) - 10} more sockets, FIFOs and devices don't go")
-        for name in found.crlf[:10]:
-            self._screen.warn(f"'{manifest.quote_name(name)}' has Windows line ends (CR LF): bash on the node will stumble over them")
+        self._screen.workspace(root, found)
 
     def _prepared(self, session: Session) -> None:
         """A first session with a node: claims it for this run."""
@@ -225,7 +215,7 @@ class Orchestrator:
         self._contact.connected(session)
         if not self._taking_over:
             self._record.node = {"name": node.name, "kind": node.kind, "agent_id": session.endpoint.agent_id,
-                                 "cluster": str(self._cluster.path or ""), "operator": self._link.id if self._link is not None else ""}
+                                 "cluster": str(self._cluster.path or ""), "label": node.label, "operator": self._link.id if self._link is not None else ""}
         self._record.seen = {}                # this record knows more from here on
         self._record.agent, self._record.path = session.endpoint.version, session.path()
         self._mirror()
@@ -235,25 +225,27 @@ class Orchestrator:
             self._screen.phase("push", f"to {node.name}")
         elif self._fsm.phase:
             self._show_phase()
-        self._hello()
+        self._hello(session)
 
     def _failed(self, error: GpurunError) -> None:
         """No node has the run: it ends here. One that is taken over goes on there, as far as anybody knows."""
         self._preparing = False
+        if self._taking_over and isinstance(error, MachineGoneError):
+            self._greeted = True              # nobody else will say anything any more
+            self._node_lost(str(error), True)
+            return
         if not self._taking_over:
             self._step(NodeFault(self._fsm.run_id, reason=str(error)))
         raise error
 
-    def _hello(self) -> None:
+    def _hello(self, session: Session) -> None:
         """Opens the session. A node that had the run and lost it must say so: only a run that never began is claimed."""
-        session = self._contact.session
-        assert session is not None
         plan = self._plan()
         if self._stop_wanted and self._fsm.state not in TERMINAL:
             plan.append(self._stop_job())
         hello = Hello(version=__version__, operator=self._operator, run_id=self._fsm.run_id, job=self._job.name,
                       claim=not self._fsm.phase and not self._stop_wanted and not self._taking_over,
-                      wait=self._wait and len(self._nodes) == 1, after=self._record.seq, keep=self._keep)
+                      wait=self._wait and len(self._nodes) == 1, after=self._record.seq, keep=self._keep, shared=bool(self._nodes[0].backend))
         self._sent = {type(command).__name__ for command in plan}
         if self._taking_over:
             plan.append(QueryRuns([self._fsm.run_id]))   # since when it is at what it is at
@@ -274,15 +266,15 @@ class Orchestrator:
         plan: list[Any] = []
         if self._fsm.state in TERMINAL:
             return plan
+        if self._fsm.has_outputs:             # first: a budget looks at them as soon as the job runs
+            plan.append(CollectOutputs(run_id, list(self._job.outputs)))
         if not self._stop_wanted:
             if self._needs_push():
                 plan.append(MaterializeWorkspace(run_id, manifest.tree_id(self._encoded)))
             if self._fsm.has_setup and done <= 1:
-                plan.append(RunSetup(run_id, self._job.setup, self._job.env))
+                plan.append(RunSetup(run_id, self._job.setup, self._job.env, self._record.job.get("budget") or {}))
             if done <= 2:
-                plan.append(RunJob(run_id, self._job.run, self._job.env))
-        if self._fsm.has_outputs:
-            plan.append(CollectOutputs(run_id, list(self._job.outputs)))
+                plan.append(RunJob(run_id, self._job.run, self._job.env, self._record.job.get("budget") or {}, self._nodes[0].backend))
         if self._detach:
             plan.append(Detach(run_id))
         return plan
@@ -295,7 +287,7 @@ class Orchestrator:
     def _finished(self) -> bool:
         """The run has ended and so have its logs: the last lines belong to it, so they are waited for as long as they come. Or the node has all
         that it needs and we were asked to leave then."""
-        if self._detached:
+        if self._detached and not self._awaits_backend():
             return True
         if self._fsm.state not in TERMINAL or self._taking_over and not self._greeted:
             return False
@@ -304,11 +296,15 @@ class Orchestrator:
         if self._followed or self._detach or not (self._record.node_dir or self._taking_over):
             return True
         patience = LOGS_S if self._fsm.exit_code is not None else FAULT_LOGS_S
-        if self._writing or time.monotonic() - max(self._log_moved, self._ended) < patience:
+        if self._logs.writing or time.monotonic() - max(self._logs.moved, self._ended) < patience:
             return False
         self._screen.warn(f"the end of the logs didn't come; it is on the node, in {self._record.node_dir}. Once that can be reached, "
                           f"`gpurun fetch {self._fsm.run_id}` brings it")
         return True
+
+    def _awaits_backend(self) -> bool:
+        """Whether the job is still on its way to Slurm, and we are to see it there."""
+        return self._submits and bool(self._nodes[0].backend) and not self._record.backend.get("job_id")
 
     def _turn(self) -> None:
         try:
@@ -321,7 +317,10 @@ class Orchestrator:
             return                            # of a session that was replaced
         if kind.endswith("_ended") and source != self._round and isinstance(item, GpurunError):
             return                            # an error of a try that was replaced; what it achieved counts
-        getattr(self, f"_{kind}")(item)
+        if kind in ("vouched", "unreached", "gone"):
+            getattr(self._contact, kind)(item)
+        else:
+            getattr(self, f"_{kind}")(item)
 
     def _watch(self) -> None:
         if time.monotonic() > self._deadline:
@@ -329,14 +328,17 @@ class Orchestrator:
             raise Left
         if self._greeted:
             self._contact.tick()
+        limit = self._late.look(time.monotonic(), self._contact.session is not None)
+        if limit:
+            self._end_by(limit)
 
     def _signal(self, number: int) -> None:
         if not self._greeted:
             if self._taking_over:
                 raise Left
             self._stop_wanted = True
-            self._step(OperatorStop(self._fsm.run_id))
-        elif number == signal.SIGHUP or self._signals > 1 or self._fsm.state in TERMINAL:
+            self._step(self._operator_stop())
+        elif number == signal.SIGHUP and not self._ends or self._signals > 1 or self._fsm.state in TERMINAL:
             raise Left
         elif self._fsm.phase == "collect":
             self._screen.warn("the job has ended already; collecting its outputs (Ctrl-C again leaves)")
@@ -345,6 +347,22 @@ class Orchestrator:
             self._asked, self._signals = True, 0
         else:
             self._stop("stopping the job and collecting what there is (Ctrl-C again leaves at once)")
+
+    def _reached(self, limit: str) -> None:
+        """A limit of the machine."""
+        if not self._limit:
+            self._record.rented["limit"] = limit
+            self._end_by(f"{limit} was reached")
+
+    def _end_by(self, limit: str) -> None:
+        """What runs there ends now, and what there is comes home."""
+        if not self._limit:
+            self._limit = limit
+            if self._fsm.state not in TERMINAL and self._fsm.phase != "collect" and not self._stop_wanted:
+                self._stop(f"{limit}: stopping the job and collecting what there is")
+
+    def _operator_stop(self) -> OperatorStop:
+        return OperatorStop(self._fsm.run_id, self._limit)
 
     def _on_answer(self, key: str) -> None:
         self._inbox.put(("answered", None, key))
@@ -376,7 +394,7 @@ class Orchestrator:
         if not self._stop_wanted or self._fsm.stopped or "StopJob" in self._sent:
             return
         if self._fsm.phase:
-            self._step(OperatorStop(self._fsm.run_id))
+            self._step(self._operator_stop())
         elif self._waiting:
             self._sent.add("StopJob")
             self._contact.say(self._stop_job())
@@ -393,6 +411,8 @@ class Orchestrator:
             self._busy(message)
         elif isinstance(message, Refused):
             self._refusal(message)
+        elif isinstance(message, Notice):
+            self._notice(message)
         elif isinstance(message, RunStates):
             self._there = dict(message.states.get(self._fsm.run_id) or {}, asked=time.monotonic())
             self._tell_since()
@@ -446,6 +466,40 @@ class Orchestrator:
             self._record.outputs = [name for name in self._job.outputs if name not in event.missing and name not in self._refused]
         self._phase_began = now
 
+    def _notice(self, notice: Notice) -> None:
+        if notice.about == "backend":
+            self._backend(notice.values)
+            return
+        had = notice.values.get("had") is True   # an earlier review, told to whoever comes: asked where its question was missed
+        if had and self._reviewed:
+            return
+        self._reviewed |= notice.about == "review"
+        self._folder.append_event({"notice": notice.about, "text": notice.text})
+        if notice.about == "review" and not (had and self._taking_over) and not self._asked and not self._stop_wanted and self._screen.ask(
+                f"{self._fsm.run_id}: {notice.text}; what now?", KEYS, self._on_answer):
+            self._asked, self._signals = True, 0
+        else:
+            self._screen.warn(notice.text)
+
+    def _backend(self, news: dict[str, Any]) -> None:
+        """What Slurm says of the job. Its queue is a phase for the screen, and no budget counts in it."""
+        from gpurun import slurm
+        self._record.backend = news
+        self._save()
+        state, job = str(news.get("state", "")), f"Slurm job {news.get('job_id')}"
+        why = f" ({news['reason']})" if news.get("reason") not in (None, "", "None") else ""
+        if self._fsm.phase != "run" or not news.get("job_id") or self._told_backend == {**news, "seconds": 0}:
+            return
+        self._told_backend = {**news, "seconds": 0}
+        kind = slurm.STATES.get(state, "")
+        self._late.since = time.monotonic() - float(news.get("seconds") or 0) if kind == slurm.RUNS else float("inf")
+        if state == "RUNNING":
+            self._screen.phase("run", f"{job} on {news.get('nodes') or self._nodes[0].name}{why}")
+        elif kind != slurm.ENDED:
+            self._screen.phase("run" if kind == slurm.RUNS else "queue", f"{job}: {state or 'submitted'}{why}")
+        elif state != "COMPLETED":
+            self._screen.say(f"{job}: {state}{why}")
+
     def _busy(self, busy: Busy) -> None:
         node = self._nodes[0]
         who = f"{node.name} is busy with {busy.run_id or 'another run'} of {busy.operator or 'another operator'} for {busy.seconds:.0f} s"
@@ -457,7 +511,7 @@ class Orchestrator:
             return
         self._round += 1                      # the transfers of this try end without the run
         if self._stop_wanted:
-            self._step(OperatorStop(self._fsm.run_id))
+            self._step(self._operator_stop())
         elif len(self._nodes) > 1:
             self._screen.say(f"{who}; trying {self._nodes[1].name}")
             del self._nodes[0]
@@ -475,7 +529,7 @@ class Orchestrator:
         if refused.of not in ("", "Hello"):
             return
         if not self._taking_over and self._stop_wanted and not self._fsm.phase:
-            self._step(OperatorStop(run_id))  # the node doesn't have the run, and we don't send it any more
+            self._step(self._operator_stop())  # the node doesn't have the run, and we don't send it any more
         elif not self._taking_over:
             other = (" The agent there isn't the one that was given the run: another machine answers to that name, or its node_dir was deleted"
                      if known != self._contact.session.endpoint.agent_id else "")
@@ -514,6 +568,11 @@ class Orchestrator:
         self._act(commands)
         if self._fsm.phase != before.phase:
             self._show_phase()
+        if self._detached and self._fsm.ended and self._awaits_backend():
+            self._detach = self._detached = False   # it never came there: it is brought home and told of like any other
+            self._logs.take_over(True, None, True)
+            if self._contact.session is not None:
+                self._start_transfers()
         if self._asked and (self._fsm.phase == "collect" or self._fsm.state in TERMINAL):
             self._asked, self._signals = False, 0
             self._screen.stop_asking()        # there is nothing left to decide
@@ -529,7 +588,11 @@ class Orchestrator:
 
     def _show_phase(self) -> None:
         phase = self._fsm.phase
-        if phase not in ("", "workspace"):
+        self._late.since = time.monotonic() if phase == "setup" or phase == "run" and not self._nodes[0].backend else float("inf")
+        if phase == "run" and self._nodes[0].backend:
+            if not self._record.backend.get("job_id"):
+                self._screen.phase("queue", f"sbatch on {self._nodes[0].name}")
+        elif phase not in ("", "workspace"):
             self._screen.phase(phase, f"{'from' if phase == 'collect' else 'on'} {self._nodes[0].name}")
             self._shown_phase = phase
             if phase == "collect" and self._pull_from is not None:   # it began before its node's word that the job has ended was here
@@ -538,8 +601,10 @@ class Orchestrator:
 
     def _tell_since(self) -> None:
         seconds = self._there.get("seconds")
-        if self._there.get("phase") == self._shown_phase and isinstance(seconds, (int, float)):
-            self._screen.phase_since(seconds + time.monotonic() - self._there["asked"])
+        if self._there.get("phase") == self._shown_phase and isinstance(seconds, (int, float)) and not self._nodes[0].backend:
+            seconds += time.monotonic() - self._there["asked"]
+            self._screen.phase_since(seconds)
+            self._late.since = min(self._late.since, time.monotonic() - seconds)
 
     def _act(self, commands: Sequence[str]) -> None:
         """Sends what wasn't sent ahead. Without a session nothing is lost: the next one gets the whole plan."""
@@ -556,7 +621,7 @@ class Orchestrator:
 
     def _save(self) -> bool:
         """Whether this disk took the record. A run that its node has goes on without: its truth is there too, and it is said once."""
-        self._record.offsets = dict(self._logs.kept)
+        self._record.offsets = self._logs.kept
         try:
             self._folder.save(self._record)
         except OSError as error:
@@ -599,7 +664,8 @@ class Orchestrator:
             except GpurunError as error:
                 outcome = error
             except Exception as error:        # whatever it was, the main thread waits for a word
-                outcome = TransferError(_described(error))
+                outcome = TransferError(described(error))
+            self._record.connections = max(self._record.connections, session.connections())
             self._inbox.put((f"{name}_ended", started_in, outcome))
 
         threading.Thread(target=body, name=name, daemon=True).start()
@@ -616,7 +682,7 @@ class Orchestrator:
     def _push_tree(self, session: Session) -> Any:
         for attempt in range(PUSHES):
             try:
-                return transfer.push(session.transfer(), str(self._job.workdir), self._entries, self._encoded, self._push_progress)
+                return pushing.push(session.transfer(), str(self._job.workdir), self._entries, self._encoded, self._push_progress)
             except transfer.ChangedError as error:
                 if attempt == PUSHES - 1:
                     raise WorkspaceError(f"{error}; tried {PUSHES} times. Wait until nothing writes it, or exclude it.") from None
@@ -636,43 +702,7 @@ class Orchestrator:
             self._give_up(str(outcome))
 
     def _follow_logs(self, session: Session) -> None:
-        if self._taking_over and self._echo and self._tail is None and not self._past_shown:
-            self._past_shown = True
-            self._logs.show(self._screen.log)       # what is here already
-        run_id, kept = self._fsm.run_id, None
-        if self._taking_over:                 # a node that was left alone keeps the run until it knows that its logs are here
-            kept = lambda sizes: not self._logs.behind(sizes)
-        if self._tail is None and self._shown == self._logs.kept:
-            sizes = transfer.follow(session.transfer(), run_id, self._shown, self._take_log, kept=kept)
-        else:                                 # what is shown and what is kept are at different places: a tail, a disk that was full
-            showing = ThreadPoolExecutor(1, "show").submit(
-                lambda: transfer.follow(session.transfer(), run_id, self._shown, self._show_log, self._tail))
-            sizes = transfer.follow(session.transfer(), run_id, dict(self._logs.kept), self._keep_log, kept=kept)
-            showing.result()
-        behind = self._logs.behind(sizes)     # a disk that was full for a while
-        if behind:
-            transfer.follow(session.transfer(), run_id, behind, self._keep_log, live=False, kept=kept)
-        self._record.logs_complete = not self._logs.behind(sizes)
-
-    def _take_log(self, name: str, position: int, data: bytes) -> None:
-        self._keep_log(name, position, data)
-        self._show_log(name, position, data)
-
-    def _show_log(self, name: str, position: int, data: bytes) -> None:
-        """A reader that pauses holds us up here, and through the stream the node's sending: never the job."""
-        self._writing = True
-        self._tail, self._shown[name] = None, position + len(data)
-        if self._echo:
-            self._screen.log(name, data)
-        self._log_moved, self._writing = time.monotonic(), False
-
-    def _keep_log(self, name: str, position: int, data: bytes) -> None:
-        self._log_moved = time.monotonic()
-        self._logs.take(name, position, data)
-        if name in self._logs.trouble:
-            path = self._folder.logs[name]
-            self._warn_once(path, f"{path} can't be written: {self._logs.trouble[name].strerror} ({room(self._folder.path, len(data))} and more). The "
-                                  f"job goes on and so does its log on the node; make room, and `gpurun fetch {self._fsm.run_id}` brings the rest")
+        self._record.logs_complete = self._logs.follow(session, self._fsm.run_id)
 
     def _follow_ended(self, outcome: Any) -> None:
         if isinstance(outcome, LinkError):
@@ -697,6 +727,8 @@ class Orchestrator:
             self._again("pull", outcome)
         elif isinstance(outcome, GpurunError):
             self._collect_error = str(outcome)
+            if self._ends and isinstance(outcome, UnkeptError):
+                self._record.rented["unkept"] = self._collect_error
             if self._fsm.phase == "collect":
                 self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
         else:
@@ -715,25 +747,22 @@ class Orchestrator:
         else:
             self._contact.broken(error)
 
-    def _unreached(self, error: GpurunError) -> None:
-        self._contact.unreached(error)
-
-    def _vouched(self, _nothing: None) -> None:
-        self._contact.vouched()
-
     def _reconnected(self, session: Session) -> None:
+        self._record.path = session.path()
+        self._save()
         self._contact.connected(session)
-        self._hello()
+        self._hello(session)
 
-    def _node_lost(self, reason: str) -> None:
+    def _node_lost(self, reason: str, gone: bool) -> None:
+        self._followed = self._followed or gone or self._fsm.state not in TERMINAL   # as far as anybody can
         if self._fsm.state not in TERMINAL:
-            self._followed = True             # as far as anybody can
-            self._step(NodeLost(self._fsm.run_id, f"{self._contact.node.name}: {reason}"))
+            who = f"{self._contact.node.name}: "
+            self._step(NodeLost(self._fsm.run_id, who + reason.removeprefix(who), gone))
 
     # ---- the end -------------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        self._contact.drop()
+        self._contact.close()
         seconds = self._record.seconds
         if self._taking_over:                 # whose own time says nothing about the run's
             seconds["total"] = round(sum(seconds.get(name, 0.0) for name in fsm.PHASES + ("push",)), 3)
@@ -749,6 +778,9 @@ class Orchestrator:
     def _say_what_is_left(self) -> None:
         run_id, node = self._fsm.run_id, self._nodes[0].name
         left = "the time limit has passed" if self._timed_out else "left"
+        if self._ends and self._fsm.state not in TERMINAL:
+            self._screen.warn(f"{left}; the machine is ended now, and what wasn't collected goes with it")
+            return
         if self._fsm.state in TERMINAL:
             text = f"left before the end of the logs was here; it is on {node}, in {self._record.node_dir}. Bring it with: gpurun fetch {run_id}"
         elif self._fsm.phase == "collect":
@@ -760,19 +792,9 @@ class Orchestrator:
         self._screen.warn(text)
 
     def _result(self) -> dict[str, Any]:
-        record = self._record
-        seconds = {name: record.seconds.get(name, 0.0) for name in ("push", "setup", "run", "collect", "total")}
         code = EXIT_TIME_LIMIT if self._timed_out else EXIT_STOPPED
-        if record.state in TERMINAL:
+        if self._record.state in TERMINAL:
             code = fsm.outcome(self._fsm)
         elif self._detached and not self._left:
             code = 0
-        return {"run_id": record.run_id, "state": record.state, "exit_code": code,
-                "reason": record.reason, "node": record.node.get("name", ""), "outputs_dir": self._folder.outputs, "outputs": record.outputs,
-                "missing": record.missing, "seconds": seconds, "bytes": dict(record.bytes)}
-
-
-def _described(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
-    return f"{type(error).__name__}: {error}. This is a bug in gpurun"
+        return self._record.result(self._folder.outputs, code)

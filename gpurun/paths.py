@@ -17,7 +17,7 @@ def config_dir() -> str:
 
 
 def cache_dir() -> str:
-    """$XDG_CACHE_HOME/gpurun, else ~/.cache/gpurun: agent files, packed iroh. May be deleted at any time."""
+    """$XDG_CACHE_HOME/gpurun, else ~/.cache/gpurun: agent files, packed iroh, what workspaces hashed to. May be deleted at any time."""
     return make_private_dir(_xdg("XDG_CACHE_HOME", "~/.cache"))
 
 

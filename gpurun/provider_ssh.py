@@ -1,7 +1,8 @@
-"""A host over SSH as a node. SSH is used to put the agent there and to learn its id; everything after that is the link's."""
+"""A host over SSH as a node. SSH is used to put the agent there and to learn its id; everything after that is the link's, unless no UDP gets through."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -9,7 +10,7 @@ import pwd
 import re
 from typing import TYPE_CHECKING, Any
 
-from gpurun.provider import Endpoint, Node, Progress, Say, operator_id, with_port
+from gpurun.provider import Endpoint, Keep, Node, Progress, Say, operator_id, with_port
 
 if TYPE_CHECKING:
     from gpurun.config import Cluster, Host
@@ -24,16 +25,35 @@ class SshNode(Node):
         super().__init__(host.text, cluster, host.text)
         self.host = host
 
-    def deploy(self, say: Say, progress: Progress, connect_within_s: float = 0.0) -> Endpoint:
-        from gpurun import bootstrap, ssh   # the only place of the main job that loads Fabric
+    def deploy(self, say: Say, progress: Progress, keep: Keep | None = None) -> Endpoint:
+        from gpurun import bootstrap
         basis = self.basis()
-        with ssh.Connection(self.host, say, connect_within_s) as connection:
+        with contextlib.ExitStack() as until:
+            connection = self.log_in(say)
+            until.callback(connection.close)
             said = bootstrap.deploy(connection, self.cluster, operator_id(), say, progress)
             peer = connection.peer_ip()
+            if keep is not None:
+                until.pop_all()
+                keep(connection)
         # The address that SSH reached is the likeliest; what the agent sees of itself may be behind NAT, or the better way inside one.
-        ours = (with_port(peer, said["port"]),) if peer else ()
+        ours = (with_port(peer, said["port"]),) if peer and said["port"] else ()
         near = bool(peer) and is_loopback(peer)
         return self.learned(said, ours + tuple(one for one in said["addresses"] if near or not is_loopback(one.rpartition(":")[0])), say, basis)
+
+    def log_in(self, say: Say) -> Any:
+        from gpurun import ssh               # the only place of the main job that loads Fabric
+        return ssh.Connection(self.host, say).open()
+
+    def stop_agent(self) -> None:
+        from gpurun import bootstrap, ssh
+        with ssh.Connection(self.host) as connection:
+            bootstrap.stop(connection, self.cluster.node_dir)
+
+    def ssh_argv(self) -> list[str]:
+        own = os.environ.get("GPURUN_SSH_CONFIG")
+        return ["ssh", *(["-F", own] if own else []), *(["-l", self.host.user] if self.host.user else []),
+                *(["-p", str(self.host.port)] if self.host.port else []), "--", self.host.hostname]
 
     def basis(self) -> str:
         cluster = self.cluster

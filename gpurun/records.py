@@ -19,16 +19,17 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from typing import Any, Iterator, Mapping, NamedTuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from gpurun import __version__
-from gpurun.errors import RecordError
+from gpurun.errors import GpurunError, RecordError
 from gpurun.files import FULL, TEMP_PREFIX, append_line, atomic_write, make_private_dir, open_append, read_json, room
 from gpurun.messages import PENDING
 
 VERSION = 1
 DEFAULT_RUNS_DIR = "gpurun-runs"
 LATEST = "latest"
+ASYNC_JOBS = "async-jobs"     # beside the runs: the manifests of asyncjobs.py, outside of a GSD project
 # What the node calls each log, and its file here; setup comes first in time.
 LOG_FILES = {"setup.out": "setup-stdout.log", "setup.err": "setup-stderr.log", "run.out": "stdout.log", "run.err": "stderr.log"}
 
@@ -71,11 +72,22 @@ class Record:
     bytes: dict[str, int] = field(default_factory=lambda: {"pushed": 0, "pulled": 0})
     outputs: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    rented: dict[str, Any] = field(default_factory=dict)     # of a rented node: its label, whether it ends with the run, which limit was reached
+    backend: dict[str, Any] = field(default_factory=dict)    # of a job of Slurm's, what that said last: job_id, state, reason, nodes, seconds
+    cost: float = 0.0                                        # dollars, about: of the machine that was rented for it, or its time on one that stood
     path: str = ""                                           # direct, relay or ssh
+    connections: int = 0                                     # of one transfer, the most at once
     agent: str = ""                                          # the agent's version
 
     def encode(self) -> bytes:
         return (json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n").encode()
+
+    def result(self, outputs_dir: str, exit_code: int) -> dict[str, Any]:
+        """What `gpurun` says at the end of a run."""
+        return {"run_id": self.run_id, "state": self.state, "exit_code": exit_code, "reason": self.reason, "node": self.node.get("name", ""),
+                "outputs_dir": outputs_dir, "outputs": self.outputs, "missing": self.missing,
+                "seconds": {name: self.seconds.get(name, 0.0) for name in ("push", "setup", "run", "collect", "total")}, "bytes": dict(self.bytes),
+                **({"cost": self.cost} if self.rented else {})}
 
     @classmethod
     def decode(cls, value: dict[str, Any], where: str) -> "Record":
@@ -111,8 +123,10 @@ class RunFolder:
         self._events_fd = self._lock_fd = -1
 
     @classmethod
-    def create(cls, runs_dir: str, name: str, now: datetime | None = None, **given: Any) -> tuple["RunFolder", Record]:
-        """A new run's folder with its first record (`given` are fields of it), and `latest` pointing to it."""
+    def create(cls, runs_dir: str, name: str, now: datetime | None = None, first: Callable[[str], None] = lambda run_id: None,
+               **given: Any) -> tuple["RunFolder", Record]:
+        """A new run's folder with its first record (`given` are fields of it), and `latest` pointing to it. `first(run_id)` comes before the
+        record; with its error there is no run."""
         now = now or datetime.now()
         try:
             make_private_dir(runs_dir)
@@ -129,8 +143,9 @@ class RunFolder:
             record = Record(run_id=folder.run_id, **given)
             record.times["created"] = utc_now()
             try:
+                first(folder.run_id)
                 folder.save(record)
-            except OSError:
+            except (GpurunError, OSError):
                 os.rmdir(folder.path)         # else it would look like a run
                 raise
         except OSError as error:
@@ -280,7 +295,7 @@ def _folders(runs_dir: str) -> list[RunFolder]:
     try:
         with os.scandir(runs_dir) as entries:
             return [RunFolder(entry.path) for entry in entries
-                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")]
+                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".") and entry.name != ASYNC_JOBS]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -265,6 +265,19 @@ class Screen:
     def warn(self, text: str) -> None:
         self._loud("warning", "33", text)
 
+    def workspace(self, root: str, found: Any) -> None:
+        """What of a workspace.Workspace goes, and what doesn't."""
+        from gpurun.manifest import quote_name
+        files = sum(entry.kind == "file" for entry in found.entries)
+        left_out = f"; {found.excluded_count} left out by exclude" if found.excluded_count else ""
+        self.say(f"workspace {quote_name(root)}: {counted(files, 'files')}, {human_bytes(found.total_bytes)}{left_out}")
+        for skipped in found.skipped[:10]:
+            self.warn(f"'{quote_name(skipped.path)}' doesn't go: it is {skipped.reason}")
+        if len(found.skipped) > 10:
+            self.warn(f"{len(found.skipped) - 10} more sockets, FIFOs and devices don't go")
+        for name in found.crlf[:10]:
+            self.warn(f"'{quote_name(name)}' has Windows line ends (CR LF): bash on the node will stumble over them")
+
     def error(self, text: str) -> None:
         self._loud("error", "31", text)
 
@@ -285,6 +298,9 @@ class Screen:
                      + (f": {reason}" if reason else "")]
             if total is not None:
                 parts.append(f"{duration(total)}{f' ({steps})' if steps else ''}")
+            if result.get("cost"):
+                from gpurun.limits import dollars
+                parts.append(f"about {dollars(result['cost'])}")
             parts += [f"{human_bytes(moved[key])} {key}" for key in ("pushed", "pulled") if moved.get(key)]
             if result.get("outputs"):
                 parts.append(f"outputs in {printable(_short_path(str(result.get('outputs_dir', ''))))}")

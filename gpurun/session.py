@@ -1,6 +1,6 @@
 """The operator's side of the connections to one node: the control session, and transfer streams beside it.
 
-`reach` gets them: over the addresses that are known if there are any, else by deploying the agent first. What the node says lands in
+`reach` gets them: by the way that is known if there is one, else by deploying the agent first. What the node says lands in
 an inbox as `("said", session, message)`; when the session breaks, `("broken", session, error)` is the last word of it.
 """
 
@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import threading
 from queue import SimpleQueue
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
-from gpurun import transfer, wire
+from gpurun import transfer, ways, wire
 from gpurun.agentfile import agent_file
-from gpurun.errors import GpurunError, LinkError, RefusedError, WireError
-from gpurun.link import Connection, Link, Stream
+from gpurun.errors import GpurunError, LinkError, RefusedError, SSHError, WireError
+from gpurun.link import Link, Stream
 from gpurun.messages import NODE_SAYS, Hello
 from gpurun.provider import Endpoint, Node, Progress
 from gpurun.screen import Screen
 
-DIAL_S = 6.0                  # for an agent whose address we know; one that is gone answers nothing, then the slower way is tried
-DIAL_DEPLOYED_S = 12.0        # for one that has just said that it is up: three tries of QUIC at a lossy start, or a round trip of 3 s
+ALPNS = [wire.CONTROL_ALPN, wire.TRANSFER_ALPN]
 SAY_S = 20.0
 
 
 class Session:
     """A control session with its inbox, and the connection for transfers."""
 
-    def __init__(self, control: Connection, data: Connection, endpoint: Endpoint, inbox: "SimpleQueue[Any]") -> None:
-        self.endpoint = endpoint
+    def __init__(self, way: ways.Way, inbox: "SimpleQueue[Any]", here: bool) -> None:
+        """`way`: to both ALPNS."""
+        (control, data), self.endpoint = way.connections, way.endpoint
+        self.note = ways.note(way, here)   # what the user should know of the way, "" for the usual one
         self._control, self._data, self._inbox = control, data, inbox
         try:
             self._stream = control.open(SAY_S)
@@ -67,8 +68,12 @@ class Session:
         return self._data.open(SAY_S)
 
     def path(self) -> str:
-        """"direct" or "relay"."""
+        """"direct", "relay" or "ssh"."""
         return self._control.path()
+
+    def connections(self) -> int:
+        """How many a transfer of this session has had at once, at most."""
+        return self._data.most_lanes
 
     def rtt_s(self) -> float:
         """Of the path that is in use, 0 where it isn't known (yet, or any more)."""
@@ -80,11 +85,15 @@ class Session:
         self._data.close()
 
 
-def dial(link: Link, endpoint: Endpoint, inbox: "SimpleQueue[Any]", timeout_s: float) -> Session:
-    """Both connections to an agent that should be up, handshakes at the same time."""
-    control, data = link.dial_all(endpoint.agent_id, endpoint.addresses, [wire.CONTROL_ALPN, wire.TRANSFER_ALPN], timeout_s, endpoint.node,
-                                  endpoint.relay_url or None)
-    return Session(control, data, endpoint, inbox)
+def dial(link: Link, node: Node, endpoint: Endpoint, inbox: "SimpleQueue[Any]", timeout_s: float) -> Session:
+    """To an agent that should be up, by the way that is known."""
+    return Session(ways.dial(link, node, endpoint, ALPNS, timeout_s), inbox, node.cluster.here)
+
+
+def bring(link: Link, node: Node, inbox: "SimpleQueue[Any]", say: Callable[[str], None], progress: Progress, tried: ways.Attempt | None = None,
+          udp_s: float = 0.0, deployed: Callable[[], None] = lambda: None) -> Session:
+    """As `ways.bring`: the agent is looked after first, and started where none runs."""
+    return Session(ways.bring(link, node, ALPNS, say, progress, tried, udp_s, deployed), inbox, node.cluster.here)
 
 
 def current(node: Node) -> Endpoint | None:
@@ -93,29 +102,41 @@ def current(node: Node) -> Endpoint | None:
     return known if known is not None and known.agent == agent_file().hash else None
 
 
-def dial_known(link: Callable[[], Link], node: Node, inbox: "SimpleQueue[Any]") -> tuple[Session | None, GpurunError | None]:
-    """Only the quick way, and quietly: all that a second run needs. None and None: going there the long way says what it is."""
+class Tried(NamedTuple):
+    """The quick way was of no use (so far)."""
+
+    error: GpurunError
+    attempt: ways.Attempt | None = None
+
+
+def dial_known(link: Callable[[], Link], node: Node, inbox: "SimpleQueue[Any]") -> Session | Tried | None:
+    """Only the quick way, and quietly: all that a second run needs. None: going there the long way says what it is."""
     try:
         known = current(node)
-        return None if known is None else dial(link(), known, inbox, DIAL_S), None
+        if known is None:
+            return None
+        if ways.by_socket(known):
+            return dial(link(), node, known, inbox, ways.KNOWN_S)
+        attempt = ways.Attempt(link(), known, ALPNS)
+        way = attempt.result(ways.BESIDE_S)
+        if way is not None:
+            return Session(way, inbox, node.cluster.here)
+        return Tried(attempt.error or LinkError(f"no answer within {ways.BESIDE_S:g} s"), attempt)
     except GpurunError as error:
-        return None, error
+        return Tried(error)
     except Exception:
-        return None, None
+        return None
 
 
-def reach_any(link: Link, nodes: list[Node], inbox: "SimpleQueue[Any]", screen: Screen, first_error: GpurunError | None = None) -> Session:
+def reach_any(link: Link, nodes: list[Node], inbox: "SimpleQueue[Any]", screen: Screen, tried: Tried | None = None) -> Session:
     """A session with the first of `nodes` that can be had, the agent deployed where it must be; those before it are taken out of the list.
-    `first_error`: the agent of the first one was just dialled, in vain."""
+    `tried`: what `dial_known` said of the first one."""
     while True:
-        node, dialled = nodes[0], first_error is not None
-        if dialled:
-            screen.say(f"the agent on {node.name} doesn't answer ({first_error}); looking after it")
-            first_error = None
+        node = nodes[0]
         screen.phase("connect", f"to {node.name}")
         try:
             session = reach(link, node, inbox, screen.say, lambda name, done, total: screen.progress(done, total, "B", name),
-                            lambda: screen.phase("deploy", f"to {node.name}"), dialled)
+                            lambda: screen.phase("deploy", f"to {node.name}"), tried, lambda: screen.phase("connect", f"to {node.name}"))
             screen.phase("")
             return session
         except GpurunError as error:
@@ -123,24 +144,26 @@ def reach_any(link: Link, nodes: list[Node], inbox: "SimpleQueue[Any]", screen: 
                 raise
             screen.warn(f"{node.name} can't be used: {error}")
             del nodes[0]
+            tried = None
 
 
 def reach(link: Link, node: Node, inbox: "SimpleQueue[Any]", say: Callable[[str], None], progress: Progress,
-          deploying: Callable[[], None] = lambda: None, dialled: bool = False) -> Session:
-    """A session with the node's agent, deployed first where that is needed. Raises LinkError, SSHError, DeployError. `dialled`: the
-    agent that we know of was just tried, in vain."""
-    known = None if dialled else current(node)
-    if known is not None:
-        try:
-            return dial(link, known, inbox, DIAL_S)
-        except RefusedError:
-            pass                              # our key isn't in its list yet: deploying adds it
-        except LinkError as error:
-            say(f"the agent on {node.name} doesn't answer ({error}); starting it again")
+          deploying: Callable[[], None] = lambda: None, tried: Tried | None = None, deployed: Callable[[], None] = lambda: None) -> Session:
+    """A session with the node's agent, deployed first where that is needed. Raises LinkError, SSHError, DeployError. `tried`: what
+    `dial_known` said just now."""
+    found = tried or dial_known(lambda: link, node, inbox)
+    if isinstance(found, Session):
+        return found
+    attempt = None
+    if found is not None:
+        attempt = found.attempt
+        if isinstance(found.error, SSHError) and not node.rented:   # a second login would say the same; a machine's provider may know another address
+            raise found.error
+        if not isinstance(found.error, RefusedError):   # else our key isn't in its list yet: deploying adds it
+            say(f"the agent on {node.name} doesn't answer ({found.error}); looking after it")
     deploying()
-    endpoint = node.deploy(say, progress)
     try:
-        return dial(link, endpoint, inbox, DIAL_DEPLOYED_S)
-    except LinkError as error:
-        raise LinkError(f"the agent runs on {node.name}, but no UDP gets through to it: {error}. Let this machine reach that UDP "
-                        "port of the node (`udp_port` in the cluster file fixes its number), or set `relay`.") from None
+        return bring(link, node, inbox, say, progress, attempt, deployed=deployed)
+    finally:
+        if attempt is not None:
+            attempt.leave()

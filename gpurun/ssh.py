@@ -1,4 +1,4 @@
-"""SSH to a host, as OpenSSH would go there. The only file that imports Fabric and paramiko; its callers import it when they need it.
+"""SSH to a host, as OpenSSH would go there. The only file that imports Fabric; its callers import it when they need it.
 
 What the user's ssh config means is asked from OpenSSH itself (`ssh -G`), since paramiko's parser knows neither Include nor all of
 Match. paramiko does the connection, Fabric holds it and goes through jump hosts. Two things of theirs are replaced: which host key is
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpurun import known_hosts
 from gpurun.errors import HostKeyError, SSHError
+from gpurun.files import atomic_write, make_private_dir
 from gpurun.paths import config_dir
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ try:
         import paramiko
         from paramiko.agent import AgentSSH
         from paramiko.auth_strategy import AuthStrategy
+        from gpurun import channels
 except ImportError as error:
     raise SSHError(f"Fabric, which gpurun needs for SSH, can't be loaded here: {error}. Another package of this Python has probably "
                    "replaced something it needs; install gpurun in an environment of its own (pipx install gpurun).") from error
@@ -95,6 +97,7 @@ class Target:
     strict: str = "ask"                      # StrictHostKeyChecking: yes, no, accept-new, ask
     connect_timeout_s: float = CONNECT_S
     alive_interval_s: float = 0
+    pins: str = ""                           # where the key of a host never seen before is kept; "" for gpurun's own file
     source: str = field(default="ssh -G", compare=False)   # or why OpenSSH wasn't asked
 
     @property
@@ -244,7 +247,7 @@ class _HostKeys(paramiko.MissingHostKeyPolicy):
 
     def __init__(self, target: Target, say: Callable[[str], None]) -> None:
         self.target, self.say = target, say
-        self.pins = Path(config_dir(), "known_hosts")
+        self.pins = Path(target.pins or os.path.join(config_dir(), "known_hosts"))
         # Who has set "check nothing, remember nothing" for a pool of hosts behind one name can't be served by a pin.
         self.forgetful = target.strict == "no" and all(path == os.devnull for path in target.user_known_hosts)
         paths = [*target.user_known_hosts, *target.global_known_hosts] + ([] if self.forgetful else [str(self.pins)])
@@ -254,7 +257,7 @@ class _HostKeys(paramiko.MissingHostKeyPolicy):
 
     def transport(self, sock: Any, **options: Any) -> paramiko.Transport:
         """Ask for a key of a type that is known, or a second key of that host would look like a changed one."""
-        transport = paramiko.Transport(sock, **options)
+        transport = channels.Transport(sock, **options)
         names = {line.key_type for line in [*self.known, *self.also_good] if not line.revoked}
         if "ssh-rsa" in names:
             names |= {"rsa-sha2-512", "rsa-sha2-256"}
@@ -288,7 +291,8 @@ class _HostKeys(paramiko.MissingHostKeyPolicy):
             self.say(f"{target}: host key {seen} not checked ('StrictHostKeyChecking no' and no known_hosts file in the ssh config)")
             return
         known_hosts.pin(self.pins, target.key_name, key.get_name(), shown)
-        self.say(f"{target}: never seen before, host key {seen} accepted and pinned in {self.pins}")
+        self.say(f"{target}: host key {seen} pinned" if target.pins else
+                 f"{target}: never seen before, host key {seen} accepted and pinned in {self.pins}")
 
 
 # ---- logging in --------------------------------------------------------------------------------------------------------------
@@ -338,6 +342,22 @@ def _load_key(path: str, passphrase: str | None = None) -> paramiko.PKey:
         except Exception as error:   # cryptography and bcrypt have errors of their own for what they can't read
             problem = problem or str(error)
     raise SSHError(f"key {path} can't be used: {'wrong passphrase, or ' if passphrase else ''}{problem or 'unknown format'}")
+
+
+def own_key(path: str) -> str:
+    """The public key, as one line of text, of gpurun's own key in this file; made (0600) when it isn't there yet. For machines that are
+    rented, which know no key of the user's. SSHError with what is wrong with the file."""
+    if not os.path.lexists(path):
+        from cryptography.hazmat.primitives import serialization as form   # what paramiko stands on
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        key = Ed25519PrivateKey.generate().private_bytes(form.Encoding.PEM, form.PrivateFormat.OpenSSH, form.NoEncryption())
+        try:
+            make_private_dir(os.path.dirname(path))
+            atomic_write(path, key)
+        except OSError as error:
+            raise SSHError(f"{error.filename or path} can't be written: {error.strerror}; gpurun's SSH key for rented machines belongs there") from None
+    known = _load_key(path)
+    return f"{known.get_name()} {known.get_base64()} gpurun@{socket.gethostname()}"
 
 
 def _public_part(path: str) -> bytes:
@@ -475,6 +495,8 @@ class _Login(AuthStrategy):
             text += "\n  Many agent keys were offered first: 'IdentityFile' with 'IdentitiesOnly yes' in the ssh config offers one."
         if not self.tried:
             text += "".join(f"\n  no such file: {path}" for path in target.identity_files if not os.path.lexists(path))
+        if target.pins:                       # a rented machine: nobody ever puts a key there by hand
+            return text + "\n  That key is gpurun's own, and gpurun registers it with the provider by itself: the machine hasn't taken it, or not yet."
         return text + f"\n  'ssh {target.text} true' should work without a question; 'ssh-copy-id {target.text}' puts a key there."
 
 
@@ -511,11 +533,13 @@ class Connection:
     `say` is told what the user should know (a key that was pinned).
     """
 
-    def __init__(self, host: Host, say: Callable[[str], None] = _quiet, connect_within_s: float = 0.0) -> None:
-        self.target = resolve(host)
+    def __init__(self, host: Host | Target, say: Callable[[str], None] = _quiet, connect_within_s: float = 0.0) -> None:
+        self.target = host if isinstance(host, Target) else resolve(host)
         self.say, self.connect_within_s = say, connect_within_s
         self._fabrics: list[fabric.Connection] = []
         self._proxies: list[tuple[subprocess.Popen[bytes], Any]] = []
+        self._forwards = True                 # it isn't known yet that the server opens no channels to sockets
+        self.rtt_s = 0.0                      # of what was asked so far the quickest answer; 0 before
 
     def __enter__(self) -> Connection:
         return self.open()
@@ -647,6 +671,24 @@ class Connection:
         except OSError:
             return None
 
+    def open_socket(self, path: str, join: Sequence[str], mark: bytes, timeout_s: float = CHANNEL_S) -> channels.Channel:
+        """A channel to the unix socket at `path` there; where the server opens none, through the command `join`, whose bytes are behind `mark`.
+        SSHError when neither leads there."""
+        transport, problem = self._fabrics[-1].transport, "it is known to forward none"
+        try:
+            if self._forwards:
+                try:
+                    return channels.to_socket(transport, path, timeout_s)
+                except paramiko.SSHException as error:   # nobody is there, or the server won't: it says the same of both
+                    problem = getattr(error, "text", "") or str(error)
+                    if not join:
+                        raise
+            channel = channels.to_command(transport, "exec " + shlex.join(join), mark, timeout_s)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise SSHError(f"{self.target}: no channel to {path} could be opened ({problem}; {str(error) or 'no answer'})") from None
+        self._forwards = False                # somebody is there, so the server won't: the next one needs no try
+        return channel
+
     def run(self, command: str, stdin: bytes | None = None, timeout_s: float = 60.0) -> Result:
         """Run a command by the user's shell there, without a terminal, and wait for it, at most `timeout_s`.
 
@@ -681,7 +723,10 @@ class Connection:
               progress: Callable[[int], None] | None = None) -> Result:
         short = command if len(command) <= 200 else command[:197] + "..."
         try:
+            asked = time.monotonic()
             channel = self._fabrics[-1].transport.open_session(timeout=CHANNEL_S)
+            took_s = time.monotonic() - asked
+            self.rtt_s = min(self.rtt_s or took_s, took_s)
             channel.settimeout(CHANNEL_S)
             channel.exec_command(command)
         except (paramiko.SSHException, EOFError, OSError) as error:

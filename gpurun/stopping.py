@@ -126,6 +126,8 @@ def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str,
     """Waits until the node says that nothing of the run is left. False: it doesn't know the run."""
     inbox: "SimpleQueue[Any]" = SimpleQueue()
     session = reach(link, node, inbox, screen.say, lambda name, done, total: None)
+    if session.note:
+        screen.say(session.note)
     session.begin(Hello(version=__version__, operator=operator, run_id=record.run_id), StopJob(record.run_id, grace_s))
     deadline = time.monotonic() + grace_s + STOP_S
     screen.phase("stop", record.run_id)
@@ -142,7 +144,7 @@ def _tell(record: Record, node: Node, link: Link, screen: Screen, operator: str,
                 return False
             if isinstance(item, Refused) or isinstance(item, Busy) and not item.ahead:   # `ahead`: it waits there, and a stop ends that too
                 raise RecordError(f"{node.name} refused: {getattr(item, 'reason', 'it is busy')}")
-            if isinstance(item, (JobExited, NodeFault)) or isinstance(item, SetupCompleted) and (item.code or item.stopped):
+            if isinstance(item, (JobExited, NodeFault)) or isinstance(item, SetupCompleted) and (item.code or item.stopped or item.limit):
                 return True
     finally:
         screen.phase("")

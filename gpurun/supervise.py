@@ -5,7 +5,8 @@ replacing the agent afterwards doesn't touch it. It runs `bash -c` in the workdi
 waits, ends what the command left running, and writes `<phase>.exit` atomically. Before it starts the command it makes
 `<phase>.exit.next`: neither of the two files and no supervisor means that the command never began, and an agent starts it anew; that
 mark alone, that nobody knows how the command ended. It is a subreaper: whatever the command starts stays below it, with setsid or
-without, so SIGTERM to the supervisor ends the whole tree (TERM, a grace period, KILL) and nothing else.
+without, so SIGTERM to the supervisor ends the whole tree (TERM, a grace period, KILL) and nothing else. A hard limit of time is kept here
+too: nothing else is sure to be there for as long as the command.
 """
 
 from __future__ import annotations
@@ -87,12 +88,12 @@ def _supervise(spec: Dict[str, Any]) -> Dict[str, Any]:
     out, err = (os.path.join(spec["folder"], f"{spec['phase']}.{end}") for end in ("out", "err"))
     oom_before, started = _oom_kills(), time.monotonic()
     status: Optional[int] = None
-    stopped = False
+    stopped, limit, hard_s = False, "", spec.get("hard_s") or 0.0
     child = _start(spec, out, err)
     while status is None:
-        number = signal.sigwait(BLOCKED)
-        if number == signal.SIGTERM and not stopped:
-            stopped = True
+        number = _next_signal(started + hard_s - time.monotonic() if hard_s else None)
+        if number == signal.SIGTERM and not stopped or number is None:
+            stopped, limit, hard_s = number is not None, "" if number else spec["limit"], 0.0
             status = _end(descendants(os.getpid()), lambda: _grace(spec["folder"]), child)
             if status is None:                # hangs in the kernel and will die when that lets it: nobody can wait for this
                 status = int(signal.SIGKILL)
@@ -101,11 +102,26 @@ def _supervise(spec: Dict[str, Any]) -> Dict[str, Any]:
     seconds = time.monotonic() - started
     left = descendants(os.getpid()) if _has_children() else set()
     if left:
-        _end(left, lambda: 0.0 if stopped else LEFTOVER_GRACE_S)
+        _end(left, lambda: 0.0 if stopped or limit else LEFTOVER_GRACE_S)
     return {"code": 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status),
             "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-            "stopped": stopped, "seconds": round(seconds, 3), "hint": _hint(status, stopped, oom_before, left),
+            "stopped": stopped, "limit": limit, "seconds": round(seconds, 3), "hint": _hint(status, stopped or bool(limit), oom_before, left),
             "stdout_bytes": os.stat(out).st_size, "stderr_bytes": os.stat(err).st_size}
+
+
+def _next_signal(within_s: Optional[float]) -> Optional[int]:
+    """The next one for us; None once the time is over."""
+    if within_s is None:
+        return signal.sigwait(BLOCKED)
+    if hasattr(signal, "sigtimedwait"):
+        known = signal.sigtimedwait(BLOCKED, max(0.0, within_s))
+        return known.si_signo if known is not None else None
+    deadline = time.monotonic() + within_s
+    while not signal.sigpending() & BLOCKED:             # macOS hasn't got it
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return signal.sigwait(BLOCKED)
 
 
 def _become_subreaper() -> None:

@@ -6,33 +6,49 @@ and SHA-256 and renamed into place; who reads last says so. A `!` frame instead 
 the reason. A side that has to wait sends an empty K frame every few seconds, so that a dead peer is noticed. Listings are
 `manifest.encode`, compressed by zlib, in L frames that an l frame ends.
 
+A C frame holds the bytes of a D frame packed, where that pays (`packing.py`: one stream of packed bytes for each direction of a stream, at most
+512 KiB of bytes in a frame); frames 5 to 8 likewise those of 1 to 4. What is hashed, counted and gone on from are the bytes, never the packed ones.
+The receiver says in `packs` which methods it can undo, the sender which one it uses ("" or nothing: none); who doesn't know the field gets
+no such frames. In a push, where the operator sends, it offers both ways and the node has the choice. `rtt_s`: the round trip as the operator
+knows it, in seconds or null; a node that is reached through SSH can't know it.
+
 Push, operator to node: the contents of a tree into the node's cache.
-    > J {"type":"Push","tree":"<tree id>","listing":true}   `listing`: L frames follow at once
-    < J {"have":"tree"}                                   all of it is there: done
-    < J {"have":"nothing"}                                only when `listing` was false: now send the listing, then read the next J
-    < J {"have":"listing","contents":12,"bytes":4096,"begun":{"3":8388608}}   W frames: a bitmap by zlib, one bit an entry, of what the
-                                                          node lacks; w ends them. `begun`: of entry 3 the node has that many bytes
-    > for each wanted entry in order: D frames with the bytes, E with the SHA-256 of what was sent;
+    > J {"type":"Push","tree":"<tree id>","listing":true,"packs":["deflate"],"base":"<tree id>","along":true}   `listing`: L frames follow at
+      once. `base`: they are the difference to that tree's listing (`listings.py`); a node that hasn't that answers "nothing". `along` (only with a listing): A frames behind it, a bitmap by zlib, one bit an entry, of contents that the operator thinks the node lacks, a; then these,
+      as below but without Z, packed by "deflate" if at all
+    < J {"have":"tree","along":true,"came":2,"came_bytes":812}   all of it is there: done. `along`: this agent knows `along` and `base`; `came`: so
+                                                          many of the contents that came along were taken, the rest was here
+    < J {"have":"nothing"}                                now send the whole listing, nothing along, and read the next J
+    < J {"have":"listing","contents":12,"bytes":4096,"begun":{"3":8388608},"packs":"deflate","along":true,"came":2,"came_bytes":812}
+                                                          W frames: a bitmap by zlib, one bit an entry, of what the node still lacks; w ends them.
+                                                          `begun`: of entry 3 the node has that many bytes
+    > for each wanted entry in order: D frames with the bytes, E when that was all (the listing has its hash);
       or X with a reason when the file isn't any more what the listing says (then the operator lists and pushes again)
     > Z
     < J {"stored":12,"bytes":4096}
 
 Pull, node to operator: the outputs of a run, once none of its processes is left.
-    > J {"type":"Pull","run_id":"…","outputs":["a","b"],"begun":{"<key>":[8388608,"<SHA-256>"]}}; L frames: what is here already (it may
-      be nothing), not hashed. `begun`: of the file with this key (SHA-256 of its path) so many bytes are here, with this hash.
+    > J {"type":"Pull","run_id":"…","outputs":["a","b"],"begun":{"<key>":[8388608,"<SHA-256>"]},"packs":["deflate"],"rtt_s":0.02,"tails":true}; L frames:
+      what is here already (it may be nothing), not hashed. `begun`: of the file with this key (SHA-256 of its path) so many bytes are here, with
+      this hash. `tails`: files of 64 KiB and more may have a hash in the listing, that of their last 4 KiB; P is understood
       `"live":true`: the run needn't be over; a file that grows while it is sent goes as long as it was when it was listed
-    < J {"entries":3,"bytes":1024,"refused":[["a/x","leads out of the outputs root"]]}; M frames: the missing outputs, a JSON list, packed
+    < J {"entries":3,"bytes":1024,"packs":"deflate","refused":[["a/x","leads out of the outputs root"]]}; M frames: the missing outputs, a JSON list, packed
       as listings are; L frames: the outputs, not hashed
-    < for each file in order: D frames, E with its SHA-256; or S: the one that is here already is the same; or R, when it begins with the
-      bytes that are here, then D frames with what is behind them, E with the SHA-256 of the whole; or X with a reason
+    < for each file in order: D frames, E with its SHA-256; or S with that, when the one that is here has its size and mtime (it is the same if
+      its hash is this; times can be set); or R, when it begins with the bytes that are here, then D frames with what is behind them, E with
+      the SHA-256 of the whole; or P, when it seems to begin with the file that is here (a log that grew: the 4 KiB at that file's end are the
+      same), then D frames and E likewise; or X with a reason
     < Z
+    > J {"again":["a"]}, once at most: what is here, or was put behind it, isn't what S or E says: these whole, in the same order
+    < for each of them: D frames and E, or X; then Z
     > J {"collected":2,"bytes":1024}                      all is on the operator's disk: the node reports OutputsCollected
 
 Follow, node to operator: the logs of a run as they grow.
-    > J {"type":"Follow","run_id":"…","offsets":{"setup.out":0,"setup.err":0,"run.out":0,"run.err":0}}
+    > J {"type":"Follow","run_id":"…","offsets":{"setup.out":0,"setup.err":0,"run.out":0,"run.err":0},"packs":["deflate"],"rtt_s":0.02}
       `"tail":20`: from the last 20 lines of each of these logs on, whatever their offsets are (0: from the present ends on).
       `"live":false`: only up to the present ends. `"keeps":true`: the operator keeps what comes, and will say whether it could
     < with `tail` only: J {"offsets":{"run.out":812,…}}: where each begins
+    < if the request has `packs`: J {"packs":"deflate"}
     < frames 1, 2, 3, 4: bytes of setup.out, setup.err, run.out, run.err from the offset on
     < Z with {"setup.out":10,…}: the final sizes (with `"live":false` those at the beginning); all of it has been sent
     > with `keeps` only: J {"kept":true}                  all is on the operator's disk
@@ -41,33 +57,41 @@ Follow, node to operator: the logs of a run as they grow.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
 import zlib
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
-from gpurun import manifest
+from gpurun import listings, manifest, packing
 from gpurun.errors import GpurunError, LinkError, TransferError, WireError
 from gpurun.files import FULL, exact_bytes, free_bytes
 from gpurun.manifest import Entry, quote_name
 from gpurun.store import RESERVE_BYTES, RESUME_BYTES, Incoming, Store
-from gpurun.wire import Reader, Writer, decode_object
+from gpurun.wire import SMALL_WRITE, Reader, Writer, decode_object
 
 IO_S = 40.0                     # no byte for this long: the link is broken. QUIC notices a dead peer after about 12 s, a laptop's sleep may take longer
 KEEPALIVE_S = 5.0
 LAST_WORD_S = 3.0               # a peer that stops reading has said why before
-BLOCK = 512 << 10
+BLOCK = packing.BLOCK
+PACKED_WRITE = 128 << 10        # packed bytes are gathered up to this size
+STALLED_S = 5.0                 # a push from which nothing comes for so long may be that of an operator who was killed
+WORTH_BYTES = 4 << 20           # of a content, that it pays to find that out for
+WORK_BYTES = 64 << 20           # hashing more may take long enough for the other side to wonder
 REFUSED_SHOWN = 200
 REFUSED_LENGTH = 400
 LONGEST_PAUSE_S = 0.2           # a busy log is looked at often, a silent one five times a second
 LOOKED_FOR_IN = 3               # rounds of such pauses: a log that doesn't exist yet is looked for less often
 TAIL_BLOCK = 256 << 10
-INLINE_LISTING = 128 << 10      # a listing up to this size goes without asking first: it is cheaper than a round trip
+ALONG_PACKED = "deflate"         # what goes along with a listing is packed by this: nobody could be asked yet
 MAX_LISTING = 512 << 20         # of the million entries that a listing may have
 LOGS = {"setup.out": b"1", "setup.err": b"2", "run.out": b"3", "run.err": b"4"}
 _LOG_OF = {kind: name for name, kind in LOGS.items()}
+PACKED = {b"D": b"C", b"1": b"5", b"2": b"6", b"3": b"7", b"4": b"8"}      # kind of a frame: the kind for the same bytes packed
+_UNPACKED = {packed: kind for kind, packed in PACKED.items()}
 
 Progress = Callable[[int, int, str], None]     # bytes done, bytes in all, name of the current file
 
@@ -94,8 +118,53 @@ class Channel:
     def __init__(self, stream: Any, reader: Optional[Reader] = None) -> None:
         self.stream = stream
         self.reader = reader or Reader(stream)
-        self.writer = Writer(stream, IO_S)
+        self.writer = Writer(self, IO_S)
+        self._sent = (0, 0.0)                   # bytes written to the stream, seconds that writing them waited
+        self._packer: Optional[packing.Packer] = None
+        self._unpacker: Optional[packing.Unpacker] = None
+        self.heard_at = time.monotonic()        # when the last frame came
         self._finished = False
+
+    def write(self, data: bytes, timeout_s: float) -> None:
+        """What the writer has gathered, to the stream; how long that takes says what is slow: the link, or we."""
+        began = time.perf_counter()
+        self.stream.write(data, timeout_s)
+        self._sent = (self._sent[0] + len(data), self._sent[1] + time.perf_counter() - began)
+
+    def rtt_s(self) -> Optional[float]:
+        """The round trip of the link in seconds, where this side knows it."""
+        connection = getattr(self.stream, "connection", None)
+        return None if connection is None else connection.rtt_s()
+
+    def packs(self, offered: Any, rtt_s: Any = None) -> str:
+        """From now on `data` packs where that pays, by a method that the other side offers to undo; its name, "" for none. `rtt_s`: the
+        round trip as the other side says it is."""
+        method = packing.chosen(offered)
+        if method:
+            said = float(rtt_s) if isinstance(rtt_s, (int, float)) else None
+            self._packer = packing.Packer(method, self.rtt_s() or said, lambda: self._sent, getattr(self.stream, "rate", lambda: None))
+        return method
+
+    def unpacks(self, method: Any) -> None:
+        """From now on what comes may be packed like that ("" or None: it isn't)."""
+        if method and method not in packing.known():
+            raise WireError(f"what comes is packed by {str(method)[:40]!r}, which isn't known here")
+        self._unpacker = packing.Unpacker(method) if method else None
+
+    def begin_file(self) -> None:
+        if self._packer is not None:
+            self._packer.begin()
+
+    def data(self, block: bytes, kind: bytes = b"D") -> None:
+        """A frame with at most BLOCK bytes, packed if that pays."""
+        packed = None
+        if self._packer is not None:
+            packed = self._packer.pack(block)
+            self.writer.gathers = PACKED_WRITE if self._packer.packs else SMALL_WRITE
+        if packed is None:
+            self.writer.frame(kind, block)
+        else:
+            self.writer.frame(PACKED[kind], packed)
 
     def finish(self) -> None:
         """The regular end of what this side says."""
@@ -129,15 +198,36 @@ class Channel:
         self.writer.frame(b"K")
         self.writer.flush()
 
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around what may take long and writes nothing here: the other side hears that this one lives."""
+        done = threading.Event()
+
+        def speak() -> None:
+            with contextlib.suppress(LinkError):                # whoever works here finds out when it has something to say
+                while not done.wait(KEEPALIVE_S):
+                    self.keep_alive()
+
+        speaker = threading.Thread(target=speak, name="keepalive", daemon=True)
+        speaker.start()
+        try:
+            yield
+        finally:
+            done.set()
+        speaker.join()                                          # not two writers at once; after an error nothing more is written
+
     def frame(self) -> Tuple[bytes, bytes]:
-        """The next frame that isn't a keepalive."""
+        """The next frame that isn't a keepalive; what was packed is unpacked."""
         return self.frame_within(IO_S)
 
     def frame_within(self, timeout_s: float) -> Tuple[bytes, bytes]:
         while True:
             kind, payload = self.reader.frame(timeout_s)
+            self.heard_at = time.monotonic()
             if kind == b"!":
                 raise TransferError(payload.decode("utf-8", "replace"))
+            if kind in _UNPACKED and self._unpacker is not None:
+                return _UNPACKED[kind], self._unpacker.unpack(payload)
             if kind != b"K":
                 return kind, payload
 
@@ -189,7 +279,7 @@ class Channel:
             return said
 
 
-def _count(fields: Dict[str, Any], name: str) -> int:
+def number_in(fields: Dict[str, Any], name: str) -> int:
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise WireError(f"{name} must be a number, not {str(value)[:40]!r}")
@@ -205,74 +295,19 @@ def _text(fields: Dict[str, Any], name: str) -> str:
 
 # ---- push --------------------------------------------------------------------------------------------------------------------
 
-def push(stream: Any, root: str, entries: Sequence[Entry], encoded: bytes, progress: Progress) -> Pushed:
-    """Operator: brings what the node lacks of a tree. Raises ChangedError when a file changed since it was listed.
-
-    `encoded` is the listing of `entries`, which are hashed; `root` is where their files are.
-    """
-    channel = Channel(stream)
-    try:
-        return _push(channel, root, entries, encoded, progress)
-    except LinkError as broken:
-        raise channel.reason(broken) from None
-    finally:
-        channel.leave()
-
-
-def _push(channel: Channel, root: str, entries: Sequence[Entry], encoded: bytes, progress: Progress) -> Pushed:
-    sends_listing = len(encoded) <= INLINE_LISTING
-    channel.put({"type": "Push", "tree": manifest.tree_id(encoded), "listing": sends_listing})
-    if sends_listing:
-        channel.send_packed(b"L", (encoded,))
-    channel.writer.flush()
-    answer = channel.answer()
-    if answer.get("have") == "nothing" and not sends_listing:
-        channel.send_packed(b"L", (encoded[at:at + BLOCK] for at in range(0, len(encoded), BLOCK)))
-        channel.writer.flush()
-        answer = channel.answer()
-    if answer.get("have") == "tree":
-        channel.finish()
-        return Pushed(0, 0)
-    lacking, size = _count(answer, "contents"), _count(answer, "bytes")
-    begun = answer.get("begun", {})
-    if not isinstance(begun, dict):
-        raise WireError("begun must say which contents are there in part")
-    wanted = b"".join(channel.read_packed(b"W", len(entries) // 8 + 1))
-    done, files, changed = 0, 0, ""
-    progress(0, size, "")
-    for index, entry in enumerate(entries):
-        if index >> 3 < len(wanted) and wanted[index >> 3] & (1 << (index & 7)):
-            if entry.kind != "file":
-                raise WireError("the node asked for the contents of something that is no file")
-            files += 1
-            start = _count(begun, str(index)) if str(index) in begun else 0
-            sent = _send_file(channel, manifest.local_path(root, entry.path), entry.size, entry.sha256,
-                              lambda more, name=entry.path: progress(done + more, size, name), start)
-            changed = changed or sent
-            done += entry.size
-    if files != lacking:
-        raise WireError(f"the node asked for {lacking} contents and named {files}")
-    channel.writer.frame(b"Z")
-    channel.writer.flush()
-    answer = channel.answer()
-    channel.finish()
-    if changed:
-        raise ChangedError(changed)
-    if _count(answer, "stored") != files:
-        raise TransferError(f"{files - _count(answer, 'stored')} of {files} files arrived broken on the node (SHA-256 differs); run again")
-    return Pushed(files, size)
-
-
-def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Callable[[int], None], start: int = 0, part: str = "",
+def send_file(channel: Channel, path: str, size: int, sha256: str, moved: Callable[[int], None], start: int = 0, part: str = "",
                inode: Optional[int] = None) -> str:
     """D frames and E, or X; returns why it was X, "" when all went. With a `sha256` the bytes must be those. The other side has the
     bytes before `start`: they count for the hash and don't go. With a `part`, their hash, that is so if the file begins with them: R
     says it, else all of it goes. With an `inode` it is a file that may grow, so that more bytes behind `size` are no fault; but another
-    file that was put in its place meanwhile (as programs save a checkpoint) is: its first `size` bytes would be half of it."""
+    file that was put in its place meanwhile (as programs save a checkpoint) is: its first `size` bytes would be half of it. One that was
+    written to while it was read is read a second time: what went must still be its beginning."""
     writer, digest, left, spoken = channel.writer, hashlib.sha256(), size, time.monotonic()
+    channel.begin_file()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
+            before = os.fstat(fd)
             while left or part:
                 if part and size - left == start:
                     if digest.hexdigest() == part:
@@ -289,12 +324,15 @@ def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Calla
                 digest.update(block)
                 left -= len(block)
                 if not skipping:
-                    writer.frame(b"D", block)
+                    channel.data(block)
                 elif time.monotonic() - spoken > KEEPALIVE_S:
                     channel.keep_alive()
                     spoken = time.monotonic()
                 moved(size - left)
-            more = os.read(fd, 1) if inode is None else os.fstat(fd).st_ino != inode
+            more = os.read(fd, 1) if inode is None else before.st_ino != inode
+            if not (left or more or sha256) and manifest.was_written(before, os.fstat(fd)):
+                with channel.at_work():
+                    more = manifest.beginning(fd, size) != digest.digest()
         finally:
             os.close(fd)
         if left or more or sha256 and digest.hexdigest() != sha256:
@@ -306,7 +344,7 @@ def _send_file(channel: Channel, path: str, size: int, sha256: str, moved: Calla
     if why:
         writer.frame(b"X", why.encode("utf-8", "replace")[:4096])
     else:
-        writer.frame(b"E", digest.digest())
+        writer.frame(b"E", b"" if sha256 else digest.digest())
     return why
 
 
@@ -315,79 +353,155 @@ def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: 
     tree = _text(header, "tree")
     if not manifest.is_hash(tree):
         raise WireError("tree must be a SHA-256")
-    sends_listing = header.get("listing") is True
-    if store.tree(tree) is not None:
-        if sends_listing:
-            for _ in channel.read_packed(b"L", MAX_LISTING):
-                pass
+    lists, along = header.get("listing") is True, header.get("listing") is True and header.get("along") is True
+    base: Optional[Iterator[bytes]] = None
+    with channel.at_work():                                     # after a boot of the node all of it is hashed
+        whole = store.tree(tree) is not None
+    if whole:
         arrived(tree)
-        channel.say(have="tree")
+        channel.say(have="tree", along=True, came=0, came_bytes=0)
+        if lists:
+            _drop_listing(channel, along)
         return
-    if not sends_listing:
+    if lists and header.get("base"):
+        if manifest.is_hash(_text(header, "base")):
+            base = listings.lines_of(os.path.join(store.root, "cache", "trees", header["base"]))
+        if base is None:
+            _drop_listing(channel, along)
+            lists = along = False
+    if not lists:
         channel.say(have="nothing")
     try:
         listing = store.incoming()
         try:
-            _take_tree(channel, tree, store, listing, arrived)
+            _take_tree(channel, tree, store, listing, base, packing.chosen(header.get("packs")), along, arrived)
         finally:
             listing.drop()
     except OSError as error:
         raise _not_stored("the workspace's listing", error, store, RESERVE_BYTES) from None
 
 
-def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, arrived: Callable[[str], None]) -> None:
+def _come_along(channel: Channel) -> Iterator[int]:
+    """The numbers of the entries whose contents come unasked; each is to be read before the next is asked for."""
+    bitmap = b"".join(channel.read_packed(b"A", manifest.MAX_ENTRIES // 8 + 1))
+    channel.unpacks(ALONG_PACKED)
+    for at, byte in enumerate(bitmap):
+        for bit in range(8) if byte else ():
+            if byte & (1 << bit):
+                yield 8 * at + bit
+
+
+def _drop_listing(channel: Channel, along: bool) -> None:
+    for _ in channel.read_packed(b"L", MAX_LISTING):
+        pass
+    for _ in _come_along(channel) if along else ():
+        _drop_content(channel)
+
+
+def _drop_content(channel: Channel) -> None:
+    while True:
+        kind, _ = channel.frame()
+        if kind in (b"E", b"X"):
+            return
+        if kind != b"D":
+            raise WireError(f"a frame {kind!r} inside a file")
+
+
+def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, base: Optional[Iterator[bytes]], packs: str, along: bool,
+               arrived: Callable[[str], None]) -> None:
     count = 0
 
     def entries() -> Iterator[Entry]:
         nonlocal count
-        for entry in manifest.decode_parts(_through(listing.write, channel.read_packed(b"L", MAX_LISTING))):
+        parts = channel.read_packed(b"L", MAX_LISTING)
+        for entry in manifest.decode_parts(kept(parts if base is None else listings.whole(parts, base))):
             count += 1
             yield entry
 
-    lacking = list(store.lacks(entries()))
-    if listing.sha256() != tree:
-        raise WireError("the listing isn't the one that was announced")
-    size = sum(entry.size for _, entry in lacking)
+    def kept(parts: Iterable[bytes]) -> Iterator[bytes]:
+        for part in parts:
+            listing.write(part)
+            yield part
+
+    came = came_bytes = 0
     begun: Dict[int, Incoming] = {}
     try:
-        for index, entry in lacking:
-            partial = store.take_partial(entry.sha256)
-            if partial is not None:
-                begun[index] = partial
-        store.check_room(size - sum(partial.size for partial in begun.values()), "the workspace in the node's cache")
-        bitmap = bytearray(count // 8 + 1)
-        for index, _ in lacking:
-            bitmap[index >> 3] |= 1 << (index & 7)
-        channel.put({"have": "listing", "contents": len(lacking), "bytes": size,
-                     "begun": {str(index): partial.size for index, partial in begun.items()}})
-        channel.send_packed(b"W", (bytes(bitmap),))
-        channel.writer.flush()
-        stored = stored_bytes = 0
-        for index, entry in lacking:
+        with channel.at_work():
+            lacking = dict(store.lacks(entries()))
+            if listing.sha256() != tree:
+                raise WireError("the listing isn't the one that was announced")
+            for index, entry in lacking.items():
+                partial = _begun(store, entry.sha256)
+                if partial is not None:
+                    begun[index] = partial
+        store.check_room(sum(entry.size for entry in lacking.values()) - sum(partial.size for partial in begun.values()),
+                         "the workspace in the node's cache")
+        for index in _come_along(channel) if along else ():
+            if index not in lacking:
+                _drop_content(channel)
+            elif _take_content(channel, store, lacking[index], None, lacking[index].size):
+                came, came_bytes = came + 1, came_bytes + lacking[index].size
+                del lacking[index]
+        size, stored, stored_bytes = sum(entry.size for entry in lacking.values()), 0, 0
+        if lacking:
+            bitmap = bytearray(count // 8 + 1)
+            for index in lacking:
+                bitmap[index >> 3] |= 1 << (index & 7)
+            channel.put({"have": "listing", "contents": len(lacking), "bytes": size, "packs": packs, "along": True, "came": came,
+                         "came_bytes": came_bytes, "begun": {str(index): begun[index].size for index in begun if index in lacking}})
+            channel.unpacks(packs)
+            channel.send_packed(b"W", (bytes(bitmap),))
+            channel.writer.flush()
+        for index, entry in lacking.items():
             if _take_content(channel, store, entry, begun.pop(index, None), size - stored_bytes):
                 stored += 1
                 stored_bytes += entry.size
     finally:
-        for index, entry in lacking:
-            if index in begun:
-                store.keep_partial(entry.sha256, begun[index])
-    if channel.frame()[0] != b"Z":
+        for index, partial in begun.items():
+            if index in lacking:
+                store.keep_partial(lacking[index].sha256, partial)
+            else:
+                partial.drop()                                  # it came along, whole
+    if lacking and channel.frame()[0] != b"Z":
         raise WireError("more contents than were asked for")
     if stored == len(lacking):
         listing.keep_tree()
         arrived(tree)
-    channel.say(stored=stored, bytes=stored_bytes)
+    if lacking:
+        channel.say(stored=stored, bytes=stored_bytes)
+    else:
+        channel.say(have="tree", along=True, came=came, came_bytes=came_bytes)
 
 
-def _through(take: Callable[[bytes], None], parts: Iterable[bytes]) -> Iterator[bytes]:
-    for part in parts:
-        take(part)
-        yield part
+_arriving: Dict[Tuple[str, str], Tuple[Channel, Incoming]] = {}     # (the store's folder, SHA-256): the content that comes just now, and how
+_arriving_lock = threading.Lock()
+
+
+def _begun(store: Store, sha256: str) -> Optional[Incoming]:
+    """A content where its push broke off. Of a push whose operator was killed nobody here knows yet that it broke: one that has been silent
+    for long gives up what it has to whoever asks for it now. (One that lives keeps it, and the content comes twice.)"""
+    deadline, heard_at = time.monotonic() + 2 * STALLED_S, None
+    while time.monotonic() < deadline:
+        with _arriving_lock:
+            other, incoming = _arriving.get((store.root, sha256), (None, None))
+        if other is None or incoming is None:
+            return store.take_partial(sha256)
+        if incoming.size < WORTH_BYTES or heard_at not in (None, other.heard_at):
+            return None
+        heard_at = other.heard_at
+        if time.monotonic() - heard_at > STALLED_S:
+            other.stream.abort()                                # its thread lets go of what it has
+        time.sleep(0.02)
+    return None
 
 
 def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Optional[Incoming], needed: int) -> bool:
+    key, arriving = (store.root, entry.sha256), None
     try:
         incoming = incoming or store.incoming()
+        arriving = (channel, incoming)
+        with _arriving_lock:
+            _arriving[key] = arriving                           # before an earlier one, which may be that of a killed operator
         while True:
             kind, payload = channel.frame()
             if kind == b"D":
@@ -410,6 +524,9 @@ def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Option
     finally:
         if incoming is not None:
             incoming.drop()
+        with _arriving_lock:
+            if _arriving.get(key) is arriving:
+                del _arriving[key]
 
 
 def _not_stored(what: str, error: OSError, store: Store, needed: int) -> TransferError:
@@ -431,29 +548,46 @@ def serve_pull(channel: Channel, header: Dict[str, Any], root: str, over: Callab
     begun, live = header.get("begun", {}), header.get("live") is True
     if not isinstance(begun, dict):
         raise WireError("begun must say which files are there in part")
-    here = {entry.path: (entry.size, entry.mtime_ns) for entry in channel.listing() if entry.kind == "file"}
+    here = {entry.path: (entry.size, entry.mtime_ns, entry.sha256) for entry in channel.listing() if entry.kind == "file"}
     while not live and not over(KEEPALIVE_S):
         channel.keep_alive()
-    outputs, missing, refused = manifest.find_outputs(root, declared)
+    with channel.at_work():
+        outputs, missing, refused = manifest.find_outputs(root, declared)
     inodes = {source: _inode(source) for entry, source in outputs if entry.kind == "file"} if live else {}
     size = sum(output.entry.size for output in outputs)
     shown = [(path[:REFUSED_LENGTH], why[:REFUSED_LENGTH]) for path, why in refused[:REFUSED_SHOWN]]
     if len(refused) > REFUSED_SHOWN:
         shown.append(("…", f"and {len(refused) - REFUSED_SHOWN} more"))
-    channel.put({"entries": len(outputs), "bytes": size, "refused": shown})
+    channel.put({"entries": len(outputs), "bytes": size, "refused": shown, "packs": channel.packs(header.get("packs"), header.get("rtt_s"))})
     channel.send_packed(b"M", (json.dumps(missing).encode("ascii"),))
     channel.send_packed(b"L", manifest.encode_parts(output.entry for output in outputs))
     for entry, source in outputs:
         if entry.kind == "file":
-            if here.get(entry.path) == (entry.size, entry.mtime_ns):
-                channel.writer.frame(b"S")
-                continue
+            size_here, mtime_ns, end = here.get(entry.path, (0, 0, ""))
+            if entry.path in here and (size_here, mtime_ns) == (entry.size, entry.mtime_ns):
+                with channel.at_work() if entry.size > WORK_BYTES else contextlib.nullcontext():
+                    alike = manifest.hash_if(source, entry.size)
+                if alike:
+                    channel.writer.frame(b"S", alike)
+                    continue
             start, part = _part(begun, entry)
-            _send_file(channel, source, entry.size, "", lambda moved: None, start, part, inodes.get(source))
+            if header.get("tails") is True and end and start < size_here <= entry.size and manifest.end_hash(source, size_here) == end:
+                channel.writer.frame(b"P")
+                start, part = size_here, ""
+            send_file(channel, source, entry.size, "", lambda moved: None, start, part, inodes.get(source))
     channel.writer.frame(b"Z")
     channel.writer.flush()
     answer = channel.answer()
-    return Pulled(_count(answer, "collected"), _count(answer, "bytes"), missing, refused)
+    if "again" in answer:
+        if not isinstance(answer["again"], list) or not all(isinstance(path, str) for path in answer["again"]):
+            raise WireError("again must be a list of texts")
+        for entry, source in outputs:
+            if entry.kind == "file" and entry.path in answer["again"]:
+                send_file(channel, source, entry.size, "", lambda moved: None, inode=inodes.get(source))
+        channel.writer.frame(b"Z")
+        channel.writer.flush()
+        answer = channel.answer()
+    return Pulled(number_in(answer, "collected"), number_in(answer, "bytes"), missing, refused)
 
 
 def _inode(path: str) -> int:
@@ -470,7 +604,7 @@ def _part(begun: Dict[str, Any], entry: Entry) -> Tuple[int, str]:
         return 0, ""
     if not isinstance(said, list) or len(said) != 2 or not isinstance(said[1], str) or not manifest.is_hash(said[1]):
         raise WireError("begun must say how many bytes of a file are there, and their SHA-256")
-    start = _count({"begun": said[0]}, "begun")
+    start = number_in({"begun": said[0]}, "begun")
     return (start, said[1]) if 0 < start <= entry.size else (0, "")
 
 
@@ -488,16 +622,18 @@ def serve_follow(channel: Channel, header: Dict[str, Any], folder: str, over: Ca
     offsets = header.get("offsets")
     if not isinstance(offsets, dict) or not set(offsets) <= set(LOGS):
         raise WireError("offsets must name the logs")
-    at = {name: _count(offsets, name) for name in offsets}
-    files = _LogFiles(folder, at)
+    at = {name: number_in(offsets, name) for name in offsets}
+    files, packs = _LogFiles(folder, at), channel.packs(header.get("packs"), header.get("rtt_s"))
     try:
         if header.get("tail") is not None:
-            lines = _count(header, "tail")
+            lines = number_in(header, "tail")
             at.update((name, tail_start(files.fd(name), files.size(name), lines)) for name in at)
             channel.say(offsets=at)
+        if packs:
+            channel.put({"packs": packs})
         if header.get("live", True) is False:
             ends = {name: files.size(name) for name in at}
-            while files.send_growth(channel.writer, at, ends):
+            while files.send_growth(channel, at, ends):
                 pass
         else:
             _send_live(channel, files, at, over, wait)
@@ -519,7 +655,7 @@ def _send_live(channel: Channel, files: "_LogFiles", at: Dict[str, int], over: C
         last_round = over()                                     # asked before reading: what was written before is read in this round
         if last_round or pause < LONGEST_PAUSE_S or silent_rounds % LOOKED_FOR_IN == 0:
             files.look()
-        if files.send_growth(channel.writer, at):
+        if files.send_growth(channel, at):
             channel.writer.flush()
             spoken, pause, silent_rounds = time.monotonic(), 0.0, 0
         elif last_round:
@@ -557,14 +693,14 @@ class _LogFiles:
     def size(self, name: str) -> int:
         return os.fstat(self._fds[name]).st_size if name in self._fds else 0
 
-    def send_growth(self, writer: Writer, at: Dict[str, int], ends: Optional[Dict[str, int]] = None) -> bool:
+    def send_growth(self, channel: Channel, at: Dict[str, int], ends: Optional[Dict[str, int]] = None) -> bool:
         """A block of each log that reaches beyond `at`, which moves on, and not beyond `ends`; False: there was none."""
         moved = False
         for name, fd in self._fds.items():
             left = (os.fstat(fd).st_size if ends is None else ends[name]) - at[name]
             block = os.pread(fd, min(left, BLOCK), at[name]) if left > 0 else b""
             if block:
-                writer.frame(LOGS[name], block)
+                channel.data(block, LOGS[name])
                 at[name] += len(block)
                 moved = True
         return moved
@@ -601,7 +737,7 @@ def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[st
     when this returns. It costs a round trip, and is for a run whose logs the node would keep else."""
     channel = Channel(stream)
     try:
-        request: Dict[str, Any] = {"type": "Follow", "run_id": run_id, "offsets": offsets}
+        request: Dict[str, Any] = {"type": "Follow", "run_id": run_id, "offsets": offsets, "packs": packing.known(), "rtt_s": channel.rtt_s()}
         if tail is not None:
             request["tail"] = tail
         if not live:
@@ -612,7 +748,7 @@ def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[st
         begins = offsets if tail is None else channel.answer().get("offsets")
         if not isinstance(begins, dict):
             raise WireError("offsets must say where each log begins")
-        at = {name: _count(begins, name) for name in offsets}
+        at = {name: number_in(begins, name) for name in offsets}
         if tail is not None:
             for name in at:
                 take(name, at[name], b"")     # who breaks off before anything comes knows where to go on
@@ -620,14 +756,19 @@ def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[st
             kind, payload = channel.frame()
             if kind == b"Z":
                 sizes = decode_object(payload)
-                if any(_count(sizes, name) != at[name] for name in at):
+                if any(number_in(sizes, name) != at[name] for name in at):
                     raise WireError("the final sizes of the logs aren't what was sent of them")
                 if kept is not None:
                     channel.say(kept=kept(at))
                     if channel.frame()[0] != b"Z":
                         raise WireError("more of the logs than their final sizes")
+                with contextlib.suppress(LinkError):            # its end, so that a connection closed now doesn't look broken to the node
+                    channel.frame_within(LAST_WORD_S)
                 channel.finish()
                 return at
+            if kind == b"J":
+                channel.unpacks(decode_object(payload).get("packs"))
+                continue
             name = _LOG_OF.get(kind, "")
             if name not in at:
                 raise WireError(f"a frame {kind!r} in a log")
@@ -639,7 +780,7 @@ def follow(stream: Any, run_id: str, offsets: Dict[str, int], take: Callable[[st
 
 def read_request(channel: Channel, timeout_s: float) -> Dict[str, Any]:
     """Node: the first frame of a transfer stream. Waits less patiently than inside a transfer."""
-    kind, payload = channel.reader.frame(timeout_s)
+    kind, payload = channel.frame_within(timeout_s)             # keepalives may come before it: the operator hashes what it has
     if kind != b"J":
         raise WireError("a transfer stream begins with a J frame")
     return decode_object(payload)

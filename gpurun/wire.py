@@ -39,6 +39,22 @@ of `env`, on its disk. Those stay in the agent's memory: an agent that was resta
     {"type":"RemoveRun","run_id":"mnist-20260102-030405-1a2b"}
     {"type":"Removed","run_id":"mnist-20260102-030405-1a2b"}
 
+`Arm` sets the limits after which the node ends its own rented machine, if its operators haven't: so many seconds from now on (then an
+operator that is there gets 600 s more, to collect and to end it), or so many without a job and an operator. `Armed` says what holds now,
+and whether the node can do it. Both outlive the agent. The last `Arm` holds, whichever operator's it is; one without `provider` disarms.
+
+    {"type":"Arm","end_in_s":28800.0,"idle_s":3600.0,"api":"https://console.vast.ai","why":"max_hours 8","provider":"vastai"}
+    {"type":"Armed","able":true,"end_in_s":28800.0,"idle_s":3600.0}
+    {"type":"Armed","able":false,"reason":"no CONTAINER_API_KEY was found on this node","end_in_s":28800.0,"idle_s":3600.0}
+
+A `budget` or a `backend` goes with RunJob: limits that the node keeps whoever is there, and what is to run the command if not the node
+itself. A run whose `Hello` said `shared` needs no turn. `Notice` tells an operator that is there what is worth a line.
+
+    {"type":"RunJob","run_id":"mnist-20260102-030405-1a2b","command":"python train.py","budget":{"name":"quick","hard_s":120}}
+    {"type":"RunJob","run_id":"mnist-20260102-030405-1a2b","command":"srun train","backend":{"kind":"slurm","options":["--partition=gpu"],"submit_s":30}}
+    {"type":"Notice","run_id":"mnist-20260102-030405-1a2b","about":"silence","text":"no progress for 5 min","values":{"silent_s":300.0}}
+    {"type":"Notice","run_id":"mnist-20260102-030405-1a2b","about":"backend","values":{"kind":"slurm","job_id":"17","state":"PENDING","reason":"Resources"}}
+
 `Ping` is answered by `Pong` with its number. `Sample` (node to operator) is telemetry. `Refused` names the `type` that wasn't taken.
 A command for a run that this session has not claimed, or that the node doesn't have, is answered by `Refused`.
 
@@ -60,7 +76,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from gpurun.errors import LinkError, WireError
 
-PROTOCOL = 1
+PROTOCOL = 2
 CONTROL_ALPN = b"gpurun/control/1"
 TRANSFER_ALPN = b"gpurun/transfer/1"
 MAX_LINE = 1 << 20            # a plan with a long script fits; a peer can't make us hold more
@@ -211,6 +227,7 @@ class Writer:
     def __init__(self, stream: Any, timeout_s: float) -> None:
         self._stream = stream
         self._timeout_s = timeout_s
+        self.gathers = SMALL_WRITE    # bytes; less where making them takes longer than sending them: the link shouldn't wait
         self._parts: List[bytes] = []
         self._size = 0
 
@@ -224,7 +241,7 @@ class Writer:
     def _add(self, data: bytes) -> None:
         self._parts.append(data)
         self._size += len(data)
-        if self._size >= SMALL_WRITE:
+        if self._size >= self.gathers:
             self.flush()
 
     def flush(self) -> None:

@@ -17,9 +17,9 @@ import os
 import string
 import subprocess
 import threading
-from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
-from gpurun import manifest
+from gpurun import manifest, statcache
 from gpurun.errors import ConfigError, WorkspaceError
 from gpurun.manifest import Entry, Skipped, quote_name
 
@@ -260,12 +260,20 @@ class Survey(NamedTuple):
         return sum(self.excluded.values())
 
 
+_scanned: Set[str] = set()
+
+
 def scan(root: str, exclude: Sequence[str], runs_dir: Optional[str] = None,
          on_progress: Optional[Callable[[int, int, str], None]] = None) -> Workspace:
-    """The workspace with the hash of every file. `on_progress(files, bytes, name)`: so many are hashed, and `name` is begun ("" at the end);
-    it may come from several threads, one at a time."""
+    """The workspace with the hash of every file, which `statcache` may know. A second scan of a root by one process doesn't ask it: that comes
+    when the node was sent something that isn't what the first one said. `on_progress(files, bytes, name)`: so many are hashed, and `name` is
+    begun ("" at the end); it may come from several threads, one at a time."""
     chosen, skipped = Exclude(exclude, root, runs_dir), []
-    entries = _hash_all(root, list(manifest.walk(root, chosen.keep, skipped.append)), on_progress)
+    cache, first = statcache.StatCache(root), root not in _scanned
+    _scanned.add(root)
+    entries = list(manifest.walk(root, chosen.keep, skipped.append, known=cache.known if first else None))
+    entries = _hash_all(root, entries, cache, on_progress)
+    cache.save()
     crlf = [entry.path for entry in entries if entry.kind == "file" and entry.path.endswith(".sh") and _has_crlf(root, entry.path)]
     return Workspace(entries, skipped, sum(chosen.counts.values()), sum(entry.size for entry in entries), crlf)
 
@@ -278,12 +286,15 @@ def _has_crlf(root: str, path: str) -> bool:
         return False
 
 
-def _hash_all(root: str, entries: List[Entry], on_progress: Optional[Callable[[int, int, str], None]]) -> List[Entry]:
-    files = [at for at, entry in enumerate(entries) if entry.kind == "file"]
+def _hash_all(root: str, entries: List[Entry], cache: statcache.StatCache,
+              on_progress: Optional[Callable[[int, int, str], None]]) -> List[Entry]:
+    """Hashes the files among `entries` whose hash isn't known."""
+    files = [at for at, entry in enumerate(entries) if entry.kind == "file" and not entry.sha256]
     small, big = (iter([at for at in files if (entries[at].size >= BIG_FILE) == is_big]) for is_big in (False, True))
     alone = sum(entries[at].size for at in files if entries[at].size >= BIG_FILE) < BIG_BYTES
     lock, gone, failed = threading.Lock(), set(), []
-    done = [0, 0]
+    known = [entry.size for entry in entries if entry.sha256]
+    done = [len(known), sum(known)]
 
     def work(queue: Iterator[int]) -> None:
         finished = None
@@ -291,7 +302,8 @@ def _hash_all(root: str, entries: List[Entry], on_progress: Optional[Callable[[i
             with lock:
                 if finished is not None:
                     done[0] += 1
-                    done[1] += finished
+                    done[1] += finished.st_size
+                    cache.learn(entry.path, finished, sha256, began_ns)
                 at = None if failed else next(queue, None)
                 if on_progress and at is not None:
                     on_progress(done[0], done[1], entries[at].path)
@@ -299,8 +311,9 @@ def _hash_all(root: str, entries: List[Entry], on_progress: Optional[Callable[[i
                 return
             entry = entries[at]
             try:
-                sha256, finished, mtime_ns = manifest.hash_file(manifest.local_path(root, entry.path))
-                entries[at] = Entry(entry.path, "file", entry.mode, mtime_ns, finished, sha256)
+                began_ns = statcache.now_ns()
+                sha256, finished = manifest.hash_file(manifest.local_path(root, entry.path))
+                entries[at] = Entry(entry.path, "file", entry.mode, finished.st_mtime_ns, finished.st_size, sha256)
             except WorkspaceError as err:
                 if not isinstance(err.__cause__, FileNotFoundError):
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,12 +13,17 @@ from gpurun import supervise
 
 def end_agents(folder: Path) -> None:
     """Ends every agent with its node folder below `folder`, and what its jobs left."""
-    for endpoint in list(folder.rglob("agent/endpoint.json")):
+    found = [Path(here, "endpoint.json") for here, _, names in os.walk(folder)   # which passes over what an agent deletes just now
+             if "endpoint.json" in names and os.path.basename(here) == "agent"]
+    for endpoint in found:
         known = json.loads(endpoint.read_text())
         below = supervise.descendants(known["pid"])
         for run in (endpoint.parent.parent / "runs").iterdir() if (endpoint.parent.parent / "runs").is_dir() else ():
             below |= supervise.of_run(run.name)
         if supervise.start_time(known["pid"]) == known["start"]:
             os.kill(known["pid"], signal.SIGKILL)
+        elsewhere = os.path.dirname(known.get("socket") or "")
+        if elsewhere.startswith("/tmp/gpurun-"):             # of a node folder with a long name
+            shutil.rmtree(elsewhere, ignore_errors=True)
         for pid in below:
             supervise.send(pid, signal.SIGKILL)

@@ -24,11 +24,22 @@ from agents import end_agents
 # A handler of our own becomes the default in them.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) == signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 CLEAN = ("PATH", "LANG", "TMPDIR", "PIP_INDEX_URL", "PIP_CONFIG_FILE", "PIP_NO_INDEX", "PIP_FIND_LINKS", "XDG_CONFIG_DIRS")
 LIMIT_S = 120
+# The longest files. They begin first: one that is begun last goes on alone when the other processes of `tests/run` have nothing left to do.
+LONGEST = ("test_vast_leaks", "test_outages", "test_vast_coming_up", "test_crash", "test_vast_ssh", "test_vast_alone", "test_vast_ending",
+           "test_slurmjobs", "test_vast_creating", "test_slurm_trouble", "test_budget_runs", "test_slurm_private", "test_slurm_down", "test_slurm_leaving", "test_vast_asking", "test_vast_chaos",
+           "test_vast_signals", "test_long", "test_ssh_run", "test_fleet", "test_agent", "test_jobs", "test_attach", "test_slurm_cluster",
+           "test_badnet", "test_sshway", "test_counts")          # after test_outages: on a busy machine each would take the other's time for a fault
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 class Here:

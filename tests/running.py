@@ -63,15 +63,20 @@ def gone(run_id: str) -> bool:
     return not supervise.of_run(run_id)
 
 
-@pytest.fixture
-def nothing_goes_on(warm):
-    """A test that fails half-way must not keep the node from the next one."""
-    yield
+def end_all() -> None:
+    """No gpurun of a test that failed half-way goes on."""
     for run in Running.alive:
         if run.process.poll() is None:
             run.process.kill()
             run.process.wait()
     Running.alive.clear()
+
+
+@pytest.fixture
+def nothing_goes_on(warm):
+    """A test that fails half-way must not keep the node from the next one."""
+    yield
+    end_all()
     for folder in (warm.node_dir / "runs").iterdir() if (warm.node_dir / "runs").exists() else ():
         for pid in supervise.of_run(folder.name):
             supervise.send(pid, signal.SIGKILL)

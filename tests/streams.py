@@ -6,10 +6,11 @@ import os
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from gpurun import landing, manifest, transfer, wire, workspace
+from gpurun import landing, manifest, pushing, transfer, wire, workspace
 from gpurun.errors import GpurunError, LinkError, LinkTimeoutError
 from gpurun.link import Link
 from gpurun.store import Store
@@ -19,9 +20,11 @@ IN_FLIGHT = 2 << 20
 
 
 class Pipe:
-    """One end of a stream in memory. It breaks, for both ends, when this end has written `cut` bytes."""
+    """One end of a stream in memory. It breaks, for both ends, when this end has written `cut` bytes. Its connection is as
+    long as is said, and leads to whom is said; to nobody, nothing is remembered of it."""
 
-    def __init__(self):
+    def __init__(self, rtt_s=None, peer_id=""):
+        self.connection = SimpleNamespace(rtt_s=lambda: rtt_s, peer_id=peer_id)
         self.peer = None
         self.ready = threading.Condition()
         self.parts, self.size = [], 0
@@ -83,8 +86,8 @@ class Pipe:
                 end.ready.notify_all()
 
 
-def pipes():
-    one, two = Pipe(), Pipe()
+def pipes(rtt_s=None, peer_id=""):
+    one, two = Pipe(rtt_s, peer_id), Pipe(rtt_s)
     one.peer, two.peer = two, one
     return one, two
 
@@ -104,9 +107,9 @@ def as_agent(stream, work):
 
 
 @contextlib.contextmanager
-def node(work, cut=None, cut_answers=None):
+def node(work, cut=None, cut_answers=None, rtt_s=None, peer_id=""):
     """The operator's end of a stream whose other end is served by `work(channel, header)`; it breaks after so many bytes either way."""
-    mine, its = pipes()
+    mine, its = pipes(rtt_s, peer_id)
     mine.cut, its.cut = cut, cut_answers
     thread = threading.Thread(target=as_agent, args=(its, work), daemon=True)
     thread.start()
@@ -132,7 +135,7 @@ def push(store, root, entries=None, encoded=None, progress=quiet, arrived=None, 
     trees = [] if arrived is None else arrived
     with node(lambda channel, header: transfer.serve_push(channel, header, store, trees.append), **cuts) as stream:
         try:
-            pushed = transfer.push(stream, str(root), entries, encoded, progress)
+            pushed = pushing.push(stream, str(root), entries, encoded, progress)
         finally:
             push.stream = stream
     return pushed
@@ -156,6 +159,25 @@ def write_files(root, files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     return root
+
+
+def change(path):
+    path.write_bytes(b"CHANGED".ljust(path.stat().st_size))
+
+
+CHANGES = {
+    "other bytes": change, "shorter": lambda path: path.write_bytes(b"s"), "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"more"), "gone": os.unlink,
+    "a folder": lambda path: (path.unlink(), path.mkdir()), "a link": lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
+    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.fixture
+def remembered(tmp_path, monkeypatch):
+    """Where a push writes down what it brought to which agent; not the place of whoever runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gpurun" / "pushed"
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -146,8 +147,6 @@ def test_recorded_probes():
 
 
 @pytest.mark.parametrize("name, words", [
-    ("alpine", "gpu1 has musl as its C library .* loads only with glibc 2.28"),
-    ("ubuntu1804", "gpu1 has glibc 2.27, .* loads only with glibc 2.28"),
     ("no-python", r"(?s)no Python that the agent can run on.*/usr/bin/python3.9: 3.9.2 No module named 'asyncio'.*apt-get install python3.*"
                   r"in /etc/c.toml: python = "),
 ])
@@ -158,13 +157,21 @@ def test_nodes_that_can_not_run_the_agent_and_the_ways_out(name, words):
 
 def test_more_nodes_that_can_not_run_the_agent():
     debian = facts_of("debian12")
-    for change, words in [({"arch": "riscv64"}, "Linux riscv64.*no build for that"), ({"os": "FreeBSD"}, "FreeBSD x86_64"),
-                          ({"libc": ""}, "has no glibc"), ({"writable": False}, "/root/.gpurun can't be written by root")]:
-        with pytest.raises(DeployError, match=words):
-            check(dataclasses.replace(debian, **change), "gpu1", Cluster())
+    with pytest.raises(DeployError, match="/root/.gpurun can't be written by root"):
+        check(dataclasses.replace(debian, writable=False), "gpu1", Cluster())
     with pytest.raises(DeployError, match='python = "python9"` in the cluster file isn\'t there'):
         check(dataclasses.replace(debian, pythons=()), "gpu1", Cluster(python="python9"))
     assert check(dataclasses.replace(debian, os="Darwin", arch="arm64", libc=""), "mac", Cluster()) == "macosx_11_0_arm64"
+
+
+def test_nodes_that_iroh_has_no_build_for_have_none():
+    debian = facts_of("debian12")
+    for facts, words in [(facts_of("alpine"), "musl as its C library, .*only with glibc 2.28"), (facts_of("ubuntu1804"), "glibc 2.27, .*only with glibc 2.28"),
+                         (dataclasses.replace(debian, arch="riscv64"), "Linux riscv64, which iroh has no build for"),
+                         (dataclasses.replace(debian, os="FreeBSD"), "FreeBSD x86_64"), (dataclasses.replace(debian, libc=""), "no glibc")]:
+        assert check(facts, "gpu1", Cluster()) == "" and re.search(words, bootstrap.why_no_iroh(facts))
+        assert what_is_missing(facts, "agent-x.pyz", 1, "") == (True, False)
+    assert not bootstrap.why_no_iroh(debian)
 
 
 @pytest.mark.parametrize("output", [b"", b"open terminal failed: not a terminal\n", b"GPURUN-PROBE-BEGIN\nos=Linux\n",
@@ -329,7 +336,7 @@ def test_deploy_sends_what_is_missing_over_one_connection_and_nothing_the_second
     home = Path(f"~{host.user}").expanduser()
     assert json.loads((folder / "argv").read_text()) == [
         "start", "--node-dir", f"{home}/.gpurun", "--authorize", OPERATOR, "--bind", "0.0.0.0:4433", "--lib", f"{home}/.gpurun/lib/{lib}",
-        "--relay", "https://a.example,https://b.example", "--idle-exit-s", "604800"]
+        "--relay", "https://a.example,https://b.example", "--carrier", "any", "--idle-exit-s", "604800"]
     deploy(cluster, progress=lambda *_: pytest.fail("nothing is missing"))
     assert host.logins == before + 2
 
@@ -423,7 +430,9 @@ def test_an_agent_with_a_new_identity_is_said_and_kept():
     node.learned({**GOOD, "id": "cd" * 32, "note": "x"}, ("1.2.3.4:6",), said.append)
     assert "new identity, cdcdcdcdcd… and no longer ababababab…" in said[0] and node.cached_endpoint().agent_id == "cd" * 32
     assert node.cached_endpoint().note == "" and os.stat(node.cache_file()).st_mode & 0o777 == 0o600
-    for broken in (b"", b"[]", b"{}", b'{"record": 99}', b'{"record": 1}'):
+    whole = json.loads(Path(node.cache_file()).read_bytes())
+    damages = ({"agent_id": 5}, {"blocked": "yes"}, {"retry_at": "x"}, {"addresses": [1]}, {"relay_url": 3}, {"join": None}, {"socket": []})
+    for broken in (b"", b"[]", b"{}", b'{"record": 99}', b'{"record": 1}', *(json.dumps({**whole, **damage}).encode() for damage in damages)):
         Path(node.cache_file()).write_bytes(broken)
         assert node.cached_endpoint() is None
     node.forget()

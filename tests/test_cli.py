@@ -147,7 +147,7 @@ def test_a_home_that_is_no_absolute_path_is_an_error_and_makes_no_folder(here, h
     ('[job]\nname = "a"\nrun = "true"\ngpu = "H100"\n', "job.toml:4:1", "cluster"),
     ('[job]\nname = "a"\nrun = "true"\noutputs = ["../x"]\n', "job.toml:4:", ".."),
     ('[job]\nname = "a"\nrun = "true"\n[job.workspace]\nworkdir = "."\nexclude = [\n  "ok",\n  "\\\\"]\n', "job.toml:8:3: job.workspace.exclude[1]: ", "pattern"),
-    ('[job]\nname = "a"\nrun = "true"\n[external_job]\n', "job.toml:4:", "not in this version yet"),
+    ('[job]\nname = "a"\nrun = "true"\n[external_job]\nplan = 3.1\n', "job.toml:5:", "quote it"),
     ('[job]\nname = "a"\nrun = "true"\nworkspace = { workdir = "missing" }\n', "job.toml:4:", "missing")])
 def test_errors_of_the_job_file_say_where_and_touch_nothing(here, content, where, what):
     (here.work / "job.toml").write_text(content)
@@ -167,19 +167,20 @@ def test_a_job_file_that_isnt_there(here, name):
     assert done.returncode == 2 and name.encode() in done.stderr and not here.runs.exists()
 
 
-@pytest.mark.parametrize("kind", ["vastai", "slurm"])
-def test_kinds_of_later_are_not_yet(here, kind):
-    (here.work / "cluster.toml").write_text(f'[provider]\nkind = "{kind}"\n')
-    done = here.gpurun(here.job("true"))
-    assert done.returncode == 2 and kind.encode() in done.stderr and b"not " in done.stderr and b"cluster.toml" in done.stderr
-    assert not here.runs.exists()
-
-
-def test_an_external_job_is_not_yet(here):
+def test_a_job_that_is_to_be_given_away_needs_what_its_manifest_needs_before_anything_begins(here):
     path = here.job("true")
-    path.write_text(path.read_text() + '\n[external_job]\nruntime_budget = "long_compute"\n')
+    path.write_text(path.read_text() + '\n[external_job]\nruntime_budget = "long_compute"\nphase = "3"\n')
     done = here.gpurun(path)
-    assert done.returncode == 2 and b"[external_job]" in done.stderr and b"not in this version yet" in done.stderr and not here.runs.exists()
+    assert done.returncode == 2 and b"job.toml: to be waited for by others the job needs plan, verify" in done.stderr and not here.runs.exists()
+    done = here.gpurun("submit", path, "--plan", "3.1", "--verify", "test -s a")
+    assert done.returncode == 2 and b"declares no outputs" in done.stderr and not here.runs.exists()
+    path = here.job("true", outputs=["a"])
+    done = here.gpurun("submit", path, "--phase", "3", "--verify", "test -s a")
+    assert done.returncode == 2 and b"--phase and --verify would go into the manifest of a plan" in done.stderr and not here.runs.exists()
+    done = here.gpurun("submit", path, "--plan", "3.1", "--phase", "3", "--verify", "test -s a", "--expected", "a,b")
+    assert done.returncode == 2 and b'--expected: "b" would not come home' in done.stderr and not here.runs.exists()
+    done = here.gpurun("submit", path, "--plan", "3.1", "--phase", "3", "--verify", "test -s a", "--backend", "slurm")
+    assert done.returncode == 2 and b"this machine is of kind local" in done.stderr and b"--backend node" in done.stderr and not here.runs.exists()
 
 
 def test_a_node_that_the_cluster_hasnt_got(here):

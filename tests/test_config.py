@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from gpurun import config
-from gpurun.config import Cluster, Host, Job, find_cluster, load_cluster, load_job, parse_host, pick_host, tomllib
+from gpurun import config, tomlfile
+from gpurun.config import Cluster, Gpu, Host, Job, Limits, Selection, find_cluster, load_cluster, load_job, parse_host, pick_host
 from gpurun.errors import ConfigError
+from gpurun.tomlfile import tomllib
 
 MINIMAL = '[job]\nname = "a"\nrun = "true"\n'
 QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -111,12 +112,6 @@ def test_dollar_braces_in_commands_are_the_shells(write):
 def test_a_command_longer_than_linux_takes_is_refused_before_anything_is_sent(write):
     assert "bash -c" in error_of(load_job, write(f'[job]\nname="a"\nrun="{"x" * 131072}"'), {})
     assert load_job(write(f'[job]\nname="a"\nrun="{"x" * 131071}"'), {})
-
-
-def test_external_job_is_kept_as_it_is(job):
-    assert job('[external_job]\nbackend = "slurm"\nn = [1, { x = 2 }]').external_job == {"backend": "slurm", "n": [1, {"x": 2}]}
-    assert job().external_job is None
-    assert ":4:1: external_job: must be a table, but is an array" in error_of(job, "[[external_job]]")
 
 
 # ---- workspace -----------------------------------------------------------------------------------------------------------------
@@ -347,19 +342,13 @@ ONE = '[[provider.hosts]]\nhost = "gpu1"\n'
 
 def test_every_key_of_an_ssh_cluster_is_read(cluster, tmp_path):
     loaded = cluster(SSH + 'relay = "n0"\nudp_port = 4433\npython = "python3.11"\nnode_dir = "/scratch/me/./gpurun/"\nlost_after_s = 60\n'
-                     + ONE + '[[provider.hosts]]\nhost = "me@example.org:2222"\n')
+                     'max_connections = 8\n' + ONE + '[[provider.hosts]]\nhost = "me@example.org:2222"\n')
     hosts = (Host("gpu1", "", "gpu1", 0), Host("me@example.org:2222", "me", "example.org", 2222))
-    assert loaded == Cluster(str(tmp_path / "cluster.toml"), "ssh", hosts, "n0", 4433, "python3.11", "/scratch/me/gpurun", 60)
+    assert loaded == Cluster(str(tmp_path / "cluster.toml"), "ssh", hosts, "n0", 4433, "python3.11", "/scratch/me/gpurun", 60, max_connections=8)
 
 
 def test_defaults_of_ssh(cluster, tmp_path):
     assert cluster(SSH + ONE) == Cluster(str(tmp_path / "cluster.toml"), "ssh", (Host("gpu1", "", "gpu1", 0),))
-
-
-@pytest.mark.parametrize("kind", ["vastai", "slurm"])
-def test_kinds_that_are_not_done_say_so(cluster, kind):
-    text = error_of(cluster, f'[provider]\nkind = "{kind}"\npartition = "x"\nimage = "y"\n')
-    assert ":2:1: provider.kind: " in text and "not in this version yet" in text and "local and ssh" in text
 
 
 @pytest.mark.parametrize("text, place, words", [
@@ -392,7 +381,7 @@ def test_a_cluster_file_with_a_mistake_is_answered_with_its_place(cluster, tmp_p
 @pytest.mark.parametrize("line", [
     'relay = "on"', "relay = []", "relay = [1]", 'relay = ["http://x"]', 'relay = ["https://"]', 'relay = ["https://x:99999"]',
     'relay = ["https://[x"]', 'relay = ["https://a b"]', 'relay = ["https://u:p@x"]', "relay = true",
-    "udp_port = -1", "udp_port = 65536", "udp_port = true", 'udp_port = "1"',
+    "max_connections = 0", "max_connections = 65", "max_connections = true", "max_connections = 1.5", "udp_port = -1", "udp_port = 65536", "udp_port = true", 'udp_port = "1"',
     "python = 3", 'python = ""', 'python = "-c"', 'python = "a/b"', 'python = "~x/p"', 'python = "py\\nthon"',
     'node_dir = ""', 'node_dir = "x"', 'node_dir = "/"', 'node_dir = "~"', 'node_dir = "~/"', 'node_dir = "~/../x"', 'node_dir = "~me/x"', 'node_dir = "/a\\u0007"',
     "lost_after_s = 0", "lost_after_s = nan", "lost_after_s = inf", "lost_after_s = true", 'lost_after_s = "9"'])
@@ -404,10 +393,84 @@ def test_a_setting_of_the_wrong_kind_is_refused(cluster, line):
     ('relay = "disabled"', "disabled"), ('relay = ["https://r.example/", "https://s:8443"]', ("https://r.example/", "https://s:8443")),
     ("udp_port = 0", 0), ('python = "/opt/my py/bin/python"', "/opt/my py/bin/python"), ('python = "~/venv/bin/python"', "~/venv/bin/python"),
     ('node_dir = "~/a//b/"', "~/a/b"), ("lost_after_s = 1.5", 1.5)])
-@pytest.mark.parametrize("kind", ["local", "ssh"])
+@pytest.mark.parametrize("kind", ["local", "ssh", "vastai"])
 def test_settings_of_every_kind(cluster, line, value, kind):
-    loaded = cluster(f'[provider]\nkind = "{kind}"\n{line}\n' + ONE * (kind == "ssh"))
+    image = f'image = "{IMAGE}"\n' * (kind == "vastai")
+    loaded = cluster(f'[provider]\nkind = "{kind}"\n{image}{line}\n' + ONE * (kind == "ssh"))
     assert getattr(loaded, line.split()[0]) == value
+
+
+IMAGE = "vastai/base-image:cuda-12.8.1-cudnn-devel-ubuntu22.04-py310"
+VASTAI = f'[provider]\nkind = "vastai"\nimage = "{IMAGE}"\n'
+
+
+def test_an_image_is_enough_for_vastai_and_the_rest_has_defaults(cluster, tmp_path):
+    loaded = cluster(VASTAI)
+    assert loaded == Cluster(str(tmp_path / "cluster.toml"), "vastai", image=IMAGE)
+    assert loaded[8:] == (IMAGE, 64, 1, Gpu("", 1, 0.0), Selection(0.97, 100.0, 0.0, True, None, None), Limits(None, None, 60.0), None, 1200, None, None, 64)
+
+
+@pytest.mark.parametrize("gpu", ['gpu = { name = "RTX 4090", count = 2, min_vram_gb = 24 }\n', ""])
+def test_every_key_of_a_vastai_cluster_is_read_in_tables_of_either_form(cluster, gpu):
+    loaded = cluster(VASTAI + 'relay = "n0"\nudp_port = 4433\npython = "python3.11"\nnode_dir = "/root/g"\nlost_after_s = 60\ndisk_gb = 100\n'
+                     'nodes = 3\nbid = 0.2\nready_within_s = 1800\n' + gpu + """[provider.selection]
+min_reliability = 0.9
+min_down_mbps = 50
+min_up_mbps = 10.5
+require_verified = false
+max_price_per_hour = 0.4
+min_cuda = 12.4
+[provider.limits]
+max_hours = 8
+max_cost = 3.5
+idle_minutes = 0.5
+""" + ("" if gpu else '[provider.gpu]\nname = "RTX 4090"\ncount = 2\nmin_vram_gb = 24\n'))
+    assert loaded[1:] == ("vastai", (), "n0", 4433, "python3.11", "/root/g", 60, IMAGE, 100, 3, Gpu("RTX 4090", 2, 24),
+                          Selection(0.9, 50, 10.5, False, 0.4, 12.4), Limits(8, 3.5, 0.5), 0.2, 1800, None, None, 64)
+
+
+@pytest.mark.parametrize("image", [
+    "ubuntu:22.04", "pytorch/pytorch:2.5.1-cuda12.4-cudnn9-runtime", "localhost:5000/me/x_y:1", "ghcr.io/a/b/c:v1.0", "vastai/base-image:@vastai-automatic-tag",
+    "ubuntu@sha256:" + "0f" * 32, "ubuntu:22.04@sha256:" + "0f" * 32])
+def test_an_image_has_a_tag_or_a_digest(cluster, image):
+    assert cluster(f'[provider]\nkind = "vastai"\nimage = "{image}"\n').image == image
+
+
+@pytest.mark.parametrize("image, word", [
+    ("ubuntu", '"ubuntu:1.0"'), ("localhost:5000/me/x", "no tag"), ("ghcr.io/a/b", "no tag"), ("", "not the name"), ("a b:1", "not the name"), ("a:", "not the name"),
+    ("-v:1", "not the name"), ("A:1", "not the name"), ("a:1;x", "not the name"), ("https://a/b:1", "not the name"), ("a//b:1", "not the name"),
+    ("a:1\\n", "not the name"), ("ubuntu@sha256:00", "not the name"), ("a/" * 300 + "b:1", "not the name"), ("a" + "-" * 600 + ":1", "not the name")])
+def test_an_image_without_one_or_that_is_none_is_refused(cluster, image, word):
+    text = error_of(cluster, f'[provider]\nkind = "vastai"\nimage = "{image}"\n')
+    assert ":3:1: provider.image: " in text and word in text
+
+
+@pytest.mark.parametrize("line, key", [(f"{key} = {value}", key) for key, values in {
+    "disk_gb": (7, 64.5, "nan", "true", '"64"', 65537), "nodes": (0, 65, 1.0, -1, "false"), "bid": (0, -0.1, 129, "nan", "inf", '"0.2"'),
+    "ready_within_s": (0, "nan", "inf", 1e7, "true"), "gpu.count": (0, 1.5, -1, 65, "true", '"1"'), "gpu.min_vram_gb": (-1, "nan", "-inf", '"24 GB"'),
+    "gpu.name": (4090, '"a\\nb"', f'"{"x" * 65}"', '["RTX 4090"]'),
+    "selection.min_reliability": (-0.1, 1.01, 97, "nan", '"0.9"'), "selection.min_down_mbps": (-1, "inf"), "selection.min_up_mbps": (-1, "nan"),
+    "selection.require_verified": (1, '"yes"'), "selection.max_price_per_hour": (0, -1, "nan", "inf", "true"), "selection.min_cuda": (0, "nan", '"12.8"'),
+    "limits.max_hours": (0, -1, "nan", "inf"), "limits.max_cost": (0, "inf", '"$5"'), "limits.idle_minutes": (0, "nan", 1e9)}.items() for value in values])
+def test_a_number_of_vastai_that_makes_no_sense_is_refused_with_its_place(cluster, line, key):
+    assert re.search(rf":4:1: provider\.{re.escape(key)}: must be ", error_of(cluster, VASTAI + line))
+
+
+@pytest.mark.parametrize("text, place, words", [
+    ('[provider]\nkind = "vastai"\n', ":1:1: provider.image: ", ["is missing", "vastai/base-image:"]),
+    (VASTAI + ONE, ":4:1: provider.hosts: ", ["rents its machines", '"ssh"']),
+    (VASTAI + "disk = 100", ":4:1: provider.disk: ", ["did you mean `disk_gb`?", "ready_within_s"]),
+    (VASTAI + 'gpu = "RTX 4090"', ":4:1: provider.gpu: ", ["must be a table", 'gpu = { name = "RTX 4090", count = 1 }']),
+    (VASTAI + 'gpu = { nam = "RTX 4090" }', ":4:9: provider.gpu.nam: ", ["did you mean `name`?"]),
+    (VASTAI + "[provider.selection]\nmax_price = 1", ":5:1: provider.selection.max_price: ", ["did you mean `max_price_per_hour`?"]),
+    (VASTAI + "limits.max_hour = 1", ":4:1: provider.limits.max_hour: ", ["did you mean `max_hours`?"]),
+    (VASTAI + "bid = 0.5\nselection.max_price_per_hour = 0.4", ":4:1: provider.bid: ", ["0.5 is more than", "0.4"]),
+    ('[provider]\nkind = "local"\nnodes = 2', ":3:1: provider.nodes: ", ['only the kinds "vastai" and "slurm" have it']),
+    (SSH + ONE + "[provider.gpu]\ncount = 1", ":5:1: provider.gpu: ", ['only kind "vastai" has it']),
+])
+def test_a_mistake_in_a_vastai_cluster_file_is_answered_with_its_place(cluster, tmp_path, text, place, words):
+    message = error_of(cluster, text)
+    assert message.startswith(f"{tmp_path}/cluster.toml{place}") and all(word in message for word in words)
 
 
 @pytest.mark.parametrize("text, parts", [
@@ -471,9 +534,9 @@ def test_any_bytes_give_a_result_or_a_config_error(write, raw):
 
 VALUES = st.recursive(
     st.one_of(st.text(alphabet=st.characters(codec="utf-8"), max_size=12), st.integers(-10, 70000), st.floats(), st.booleans(), st.dates(),
-              st.datetimes(), st.times(), st.sampled_from(["${A}", "${", "..", "/x", "~", "ssh", "local", "slurm", "gpu1", "n0"])),
+              st.datetimes(), st.times(), st.sampled_from(["${A}", "${", "..", "/x", "~", "ssh", "local", "vastai", "slurm", "gpu1", "n0", "quick", "--mem=1"])),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(
-        st.sampled_from(["workdir", "exclude", "host", "kind", "hosts", "relay", "A", "x y", "", "é", "\n"]), inner, max_size=3)), max_leaves=8)
+        st.sampled_from(["workdir", "exclude", "host", "kind", "hosts", "relay", "name", "count", "min_reliability", "max_hours", "A", "x y", "", "é", "\n"]), inner, max_size=3)), max_leaves=8)
 
 
 def toml(value):
@@ -490,11 +553,13 @@ def toml(value):
 
 @settings(QUIET, max_examples=400)
 @given(st.dictionaries(st.sampled_from(config.JOB_KEYS + ("gpu", "é")), VALUES, max_size=4),
-       st.dictionaries(st.sampled_from(config.PROVIDER_KEYS + ("image",)), VALUES, max_size=4), st.booleans())
-def test_any_value_under_any_key_gives_a_result_or_a_config_error(write, job, provider, good):
-    base_job, base_provider = ({"name": "a", "run": "true"}, {"kind": "ssh", "hosts": [{"host": "a"}]}) if good else ({}, {})
-    only_a_result_or_a_config_error(write("job = " + toml({**base_job, **job})))
-    only_a_result_or_a_config_error(write("provider = " + toml({**base_provider, **provider})))
+       st.dictionaries(st.sampled_from(config.EXTERNAL_KEYS), VALUES, max_size=4),
+       st.dictionaries(st.sampled_from(config.PROVIDER_KEYS + config.VASTAI_KEYS + config.SLURM_KEYS), VALUES, max_size=4), st.booleans())
+def test_any_value_under_any_key_gives_a_result_or_a_config_error(write, job, external, provider, good):
+    base_job = {"name": "a", "run": "true"} if good else {}
+    only_a_result_or_a_config_error(write("job = " + toml({**base_job, **job}) + "\nexternal_job = " + toml(external)))
+    for base_provider in ({"kind": "ssh", "hosts": [{"host": "a"}]}, {"kind": "vastai", "image": IMAGE}, {"kind": "slurm"}) if good else ({},):
+        only_a_result_or_a_config_error(write("provider = " + toml({**base_provider, **provider})))
 
 
 # ---- places, against tomllib ---------------------------------------------------------------------------------------------------
@@ -515,8 +580,8 @@ def test_every_key_of_a_file_has_a_place_and_nothing_else_has(top, tables):
     for name, items in tables.items():
         for item in items:
             text += f"[[ {toml(name)} ]]\n" + "".join(f"  {key} = {toml(value)}\n" for key, value in item.items())
-    places = config._places(text)
-    assert set(places) == {path for path in paths(tomllib.loads(text)) if len(path) <= config._DEPTH}
+    places = tomlfile.places_of(text)
+    assert set(places) == {path for path in paths(tomllib.loads(text)) if len(path) <= tomlfile.DEPTH}
     for path, offset in places.items():
         if isinstance(path[-1], str) and path[-1] not in tables:
             assert re.match(re.escape(toml(path[-1])) + r"|k|l", text[offset:])

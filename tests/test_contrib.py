@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -9,12 +10,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Here
+from renter import paper, renter  # noqa: F401
+from sshd import SSHD
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRIB = ROOT / "contrib"
@@ -126,16 +131,16 @@ def test_make_runs_a_job_only_when_its_inputs_changed_and_never_leaves_half_a_ta
 
 # ---- CI ----------------------------------------------------------------------------------------------------------------------------
 
-def github_steps() -> list[tuple[str, str]]:
+def github_steps(file: str = "github-actions.yml") -> list[tuple[str, str]]:
     """(name, script) of each `run: |` step of the sample. GitHub runs it with `bash -e FILE`."""
-    text = (CONTRIB / "ci" / "github-actions.yml").read_text()
+    text = (CONTRIB / "ci" / file).read_text()
     found = re.findall(r"^( +)- name: (.*)\n(?:\1  .*\n|\n)*?\1  run: \|\n((?:\1    .*\n|\n)+)", text, re.M)
     return [(name, textwrap.dedent(script)) for _, name, script in found]
 
 
-def gitlab_lines(key: str) -> list[str]:
+def gitlab_lines(key: str, file: str = "gitlab-ci.yml") -> list[str]:
     """The commands of a list like `script:`."""
-    text = (CONTRIB / "ci" / "gitlab-ci.yml").read_text()
+    text = (CONTRIB / "ci" / file).read_text()
     block = re.search(rf"^  {key}:\n((?:    .*\n)+)", text, re.M)
     lines = [line.strip()[2:] for line in block[1].splitlines() if line.strip().startswith("- ")]
     return [line[1:-1].replace("''", "'") if line.startswith("'") else line for line in lines]
@@ -161,12 +166,12 @@ class CI:
         return subprocess.run(["bash", "-e", "-c", script], cwd=self.folder, env=dict(self.env, **env), stdin=subprocess.DEVNULL,
                               capture_output=True, text=True, timeout=300, start_new_session=True)
 
-    def installed(self) -> None:
+    def installed(self, program: str = "-m gpurun") -> None:
         """What the install step leaves, where no package index is to be had: the gpurun of these tests."""
         command = self.here.home / "gpurun-venv" / "bin" / "gpurun"
         if not command.exists():
             command.parent.mkdir(parents=True, exist_ok=True)
-            command.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gpurun \"$@\"\n")
+            command.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {program} \"$@\"\n")
             command.chmod(0o755)
 
     def check_the_job_step(self, script: str) -> None:
@@ -192,7 +197,7 @@ def ci(here):
 
 
 def test_the_samples_name_the_same_variables():
-    for name in ("github-actions.yml", "gitlab-ci.yml"):
+    for name in ("github-actions.yml", "gitlab-ci.yml", "github-actions-vastai.yml", "gitlab-ci-vastai.yml"):
         assert variables(name) == {"GPURUN_SOURCE": "vendor/gpurun", "GPURUN_CLUSTER": "ci/cluster.toml", "GPURUN_JOB_FILE": "job.toml"}
 
 
@@ -237,3 +242,104 @@ def test_the_gitlab_lines_run_as_they_stand(ci):
     ci.installed()
     (line,) = gitlab_lines("script")
     ci.check_the_job_step(line)
+
+
+# ---- CI that rents -----------------------------------------------------------------------------------------------------------------
+
+RENTING = ("github-actions-vastai.yml", "gitlab-ci-vastai.yml")
+
+
+def renting(name: str) -> tuple[str, list[str], str]:
+    """What such a sample does: to install, to rent and run, and at its end whatever happened."""
+    if name.startswith("github"):
+        text, steps = (CONTRIB / "ci" / name).read_text(), github_steps(name)
+        assert [title for title, _ in steps] == ["Install gpurun", "Rent", "Run the job", "End what was rented"]
+        assert re.search(r"- name: End what was rented\n +if: always\(\)\n", text)
+        return steps[0][1], [script for _, script in steps[1:3]], steps[3][1]
+    (end,) = gitlab_lines("after_script", name)
+    return "\n".join(gitlab_lines("before_script", name)), gitlab_lines("script", name), end
+
+
+def test_the_samples_that_rent_install_the_extra():
+    for name in RENTING:
+        lines = renting(name)[0].strip().splitlines()
+        assert len(lines) == 2 and lines[1].endswith('"$GPURUN_SOURCE[vastai]"')
+        assert lines == [line.replace('$GPURUN_SOURCE"', '$GPURUN_SOURCE[vastai]"') for line in gitlab_lines("before_script")[:2]]
+
+
+@pytest.mark.parametrize("name", RENTING)
+def test_the_samples_that_rent_run_as_they_stand_and_leave_nothing(name, renter):
+    """The job's exit code is the run's, and the machine is gone after a job that failed too. No question is asked: the price cap is the yes."""
+    runner = CI(renter)
+    runner.installed(shlex.quote(str(ROOT / "tests" / "quick.py")))
+    runner.env["GPURUN_CLUSTER"] = str(renter.cluster(limits={"max_hours": 1, "max_cost": 1}))
+    (runner.folder / "failing.toml").write_text('[job]\nname = "failing"\nrun = "exit 7"\n')
+    _, does, end = renting(name)
+    for job, code in (("hello/job.toml", 0), ("failing.toml", 7)):
+        codes = [runner(script, GPURUN_JOB_FILE=job).returncode for script in does]
+        assert codes == [0, code] and len(renter.server.alive()) == 1
+        ended = runner(end)
+        assert ended.returncode == 0, ended.stderr
+        renter.ended()
+    assert (renter.runs / "latest").exists() and len(list(renter.runs.glob("hello-*/outputs/sorted.txt"))) == 1
+
+
+def test_the_cluster_file_that_rents_is_taken_and_shows_what_fits(paper):
+    done = paper.gpurun("offers", "--cluster", CONTRIB / "examples" / "vastai.toml")
+    assert done.returncode == 0 and done.stdout.count(b"RTX 4090") == 4, done.stderr.decode()
+
+
+# ---- benchmarks --------------------------------------------------------------------------------------------------------------------
+
+BENCH = CONTRIB / "bench"
+PARTS = {"common.py", "measured.py", "traced.py"}    # of the others
+
+
+def run_bench(name: str, *args: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, str(BENCH / name), *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240)
+
+
+def from_bench(name: str, expression: str) -> Any:
+    """What a benchmark's own function gives, in a process of its own: their modules have names that ours have too."""
+    code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); from {name} import *; print(repr({expression}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def test_every_benchmark_says_what_it_measures_and_is_in_the_readme_and_in_the_one_command():
+    readme, everything = (BENCH / "README.md").read_text(), (BENCH / "all.sh").read_text()
+    for path in BENCH.glob("*.py"):
+        assert f"`{path.name}`" in readme, path.name
+        if path.name not in PARTS:
+            done = run_bench(path.name, "--help")
+            assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+            assert path.stem in ("rent", "slurm", "status") or f"bench {path.name}" in everything
+    assert subprocess.run(["bash", "-n", str(BENCH / "all.sh")]).returncode == 0
+
+
+@pytest.mark.skipif(not SSHD or not shutil.which("rsync"), reason="needs an OpenSSH server and rsync")
+def test_a_benchmark_runs_and_leaves_nothing():
+    before = set(Path(tempfile.gettempdir()).glob("gpurun-bench-*"))
+    done = run_bench("push.py", "--files", "3", "--runs", "1", "--unmeasured", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("gpurun, whole : rsync -az") == 3 and "first use of a fresh host" in done.stdout
+    assert set(Path(tempfile.gettempdir()).glob("gpurun-bench-*")) <= before
+
+
+def test_a_benchmark_says_what_went_wrong():
+    done = run_bench("warm.py", "--link", "moon")
+    assert done.returncode == 2 and "invalid choice: 'moon'" in done.stderr
+
+
+def test_what_the_benchmarks_compute():
+    assert from_bench("roundtrips", "line([(0.02, 0.28), (0.06, 0.44), (0.1, 0.6)])") == pytest.approx((4.0, 0.2))
+    packets = "[Packet(1.0, True, 100, 'UDP'), Packet(1.004, True, 50, 'UDP'), Packet(1.1, False, 70, 'UDP'), Packet(1.102, True, 9, 'TCP')]"
+    assert from_bench("roundtrips", f"[tuple(one) for one in flights({packets})]") == [
+        (1.0, 1.004, True, 2, 150, "UDP"), (1.1, 1.1, False, 1, 70, "UDP"), (1.102, 1.102, True, 1, 9, "TCP")]
+    assert from_bench("scale", "exponent([10, 100, 1000], [0.3, 2.2, 20.2], 0.2)") == pytest.approx(1.0)
+    assert from_bench("scale", "exponent([10, 100, 1000], [0.3, 2.2, 200.2], 0.2)") == pytest.approx(2.0)
+    assert from_bench("scale", "exponent([10, 100, 1000], [0.3, 0.3, 0.4], 0.2)") is None
+    assert from_bench("scale", "exponent([10, 100, 1000], [0.21, 0.9, 7.2], 0.2)") == pytest.approx(1.0)
+    assert from_bench("scale", "steps(10**6, 4 * 10**9)") == [10**6, 10**7, 10**8, 10**9, 4 * 10**9]
+    assert from_bench("common", "[size('4G'), size('1.5k'), size('77'), shown(4e9), shown(5)]") == [4 * 10**9, 1500, 77, "4 GB", "5 B"]

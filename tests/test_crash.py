@@ -32,8 +32,9 @@ class Cell:
 
     def __init__(self, here: Here, point: str) -> None:
         self.here, self.point = here, point
-        self.go = here.folder / "go"
-        self.go.unlink(missing_ok=True)
+        self.go, self.halfway = here.folder / "go", here.folder / "halfway"
+        for path in (self.go, self.halfway):
+            path.unlink(missing_ok=True)
         self.holder: Any = None
         if point == "queue":
             self.holder = here.start(here.job(self.until_go("echo up"), name="holder"))
@@ -41,7 +42,7 @@ class Cell:
         folder = here.work / "crash"
         waits = {"setup": [point == "setup", False], "run": [False, point == "run"]}.get(point, [False, False])
         setup = self.until_go("echo set") if waits[0] else "echo set"
-        middle = self.until_go(":") if waits[1] else ":"
+        middle = self.until_go(f"touch '{self.halfway}'") if waits[1] else ":"
         job = here.job(f"{COUNT}; echo half > o; cat big > copy; {middle}; {MORE}; echo whole > o; echo ran >> ran; exit {CODE}", name="crash",
                        folder=folder, setup=f"{setup}; echo up >> set-up", workspace={"workdir": ".", "exclude": ["/go"]},
                        outputs=["o", "ran", "set-up", "copy"])
@@ -70,7 +71,7 @@ class Cell:
             return {"push": lambda: phase == "workspace" and any((self.here.node_dir / "cache").rglob("*")),
                     "queue": lambda: self.there.exists() and (self.there / "state.json").exists(),
                     "setup": lambda: (self.there / "setup.out").read_bytes() == b"set\n",
-                    "run": lambda: phase == "run" and (self.there / "run.err").read_text().endswith("\n99\n"),
+                    "run": lambda: phase == "run" and self.halfway.exists() and (self.there / "run.err").read_text().endswith("\n99\n"),
                     "collect": lambda: phase == "collect"}[self.point]()
         except FileNotFoundError:
             return False
@@ -199,17 +200,16 @@ def test_what_is_killed_and_when_changes_nothing_that_can_be_known(here, point, 
 # ---- gpurun itself, at each of its steps ---------------------------------------------------------------------------------------------
 
 KILLED_AT = """
-import os, signal, sys
+import itertools, os, signal, sys
 from gpurun import {module}
-whole, left = {module}.{cls}.{method}, int(sys.argv.pop(1))
+whole, calls, last = {module}.{cls}.{method}, itertools.count(1), int(sys.argv.pop(1))
 
 def cut(*args, **options):
-    global left
-    left -= 1
-    if left == 0 and {before}:
+    mine = next(calls)                   # several threads write: each call has a number of its own
+    if mine == last and {before}:
         os.kill(os.getpid(), signal.SIGKILL)
     value = whole(*args, **options)
-    if left == 0:
+    if mine == last:
         os.kill(os.getpid(), signal.SIGKILL)
     return value
 

@@ -34,6 +34,22 @@ def test_fetch_while_it_runs_brings_what_there_is_now(warm):
     assert (warm.runs / run_id / "stdout.log").read_text() == "up\n"
 
 
+def test_a_log_that_grows_is_whole_after_each_fetch_and_at_the_end(warm):
+    run_id = submit(warm, warm.job(f"head -c 300000 /dev/urandom > log; cp log first; echo up; {until(warm, 'grow')}; cat first >> log; "
+                                   f"{until(warm, 'end')}; echo end >> log; rm first", name="grow", outputs=["log"]))
+    eventually(lambda: on_node(warm, run_id, "run.out") == "up\n")
+    outputs, workdir = warm.runs / run_id / "outputs", warm.node_dir / "runs" / run_id / "work"
+    assert warm.gpurun("fetch", run_id).returncode == 0
+    first = (outputs / "log").read_bytes()
+    go(warm, "grow")
+    eventually(lambda: (workdir / "log").stat().st_size == 600_000)
+    assert warm.gpurun("fetch", run_id).returncode == 0
+    assert (outputs / "log").read_bytes() == first + first and os.listdir(outputs) == ["log"]
+    go(warm, "end")
+    assert warm.gpurun("wait", run_id).returncode == 0
+    assert (outputs / "log").read_bytes() == first + first + b"end\n" and not list((warm.runs / run_id).glob(".incoming*"))
+
+
 def test_fetch_beside_the_gpurun_that_drives_the_run(warm):
     run = Running(warm, warm.job(f"echo 1 > x; echo up; {until(warm, 'beside')}; echo 2 > x", name="beside", outputs=["x"]))
     run.until("up")

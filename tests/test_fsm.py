@@ -404,3 +404,15 @@ def test_a_run_that_was_lost_in_the_nodes_queue_can_be_taken_up_there():
 def test_a_run_that_is_stopped_in_the_nodes_queue_never_began():
     run, _ = step(FULL, KILLED)
     assert (run.state, outcome(run)) == (FAILED, 130) and "before anything was begun" in run.reason and not unsettled(run)
+
+
+@pytest.mark.parametrize("phase, event", [("setup", SetupCompleted), ("run", JobExited)])
+@pytest.mark.parametrize("code, stopped", [(0, False), (3, False), (143, True)])
+def test_a_limit_that_its_node_ended_it_for_is_a_time_limit_whatever_code_the_command_chose(phase, event, code, stopped):
+    run = walk(at(phase), event(code=code, stopped=stopped, limit="the hard limit of 120 s was reached"), OutputsCollected())[0]
+    assert run.state == FAILED and run.reason == "stopped, the hard limit of 120 s was reached" and run.collected and run.exit_code == code
+    assert outcome(run) == 124 and run.limit and run.failed_phase == phase
+
+
+def test_an_operators_stop_stays_one_although_the_run_has_a_limit():
+    assert outcome(walk(at("run"), OperatorStop(), KILLED, OutputsCollected())[0]) == 130

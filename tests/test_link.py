@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import queue
@@ -297,6 +298,27 @@ def test_of_two_connections_at_once_none_is_left_when_one_fails(known, client):
     assert (first.alpn, second.alpn) == (ALPN, OTHER)
     assert exchange(first, b"one") == b"one" and exchange(second, b"two") == b"two"
     assert first.path() == "direct" and first.rtt_s() < 1
+
+
+def test_of_two_connections_one_that_never_gets_away_is_begun_again(known, client):
+    """iroh loses the first packet of the second one now and then, and sends it again after a whole second."""
+    class Endpoint:
+        begun = 0
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        async def connect(self, address, alpn):
+            self.begun += 1
+            if self.begun == 2:
+                await asyncio.Event().wait()
+            return await real.connect(address, alpn)
+
+    real, client._endpoint = client._endpoint, Endpoint()
+    first, second = client.dial_all(known.link.id, known.addresses, [ALPN, OTHER], WAIT_S)
+    assert (first.alpn, second.alpn, client._endpoint.begun) == (ALPN, OTHER, 3)
+    client._endpoint = real
+    assert exchange(first, b"one") == b"one" and exchange(second, b"two") == b"two"
 
 
 def test_a_stranger_is_refused_and_nothing_of_his_is_read(served, client):

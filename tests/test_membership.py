@@ -79,7 +79,8 @@ ROWS = [
     (at(SUSPECT, session=False), Indirect(0.2, False, "why"), SUSPECT, False, ()),
     (at(ALIVE), Hurry(0.2, 30.0), ALIVE, True, ()),
     (at(SUSPECT, session=False), Hurry(0.2, 30.0), SUSPECT, False, ()),
-    (at(ALIVE), Gone(0.2, "why"), LOST, False, (LOST,)),
+    (at(ALIVE), Gone(0.2, "why"), ALIVE, True, ()),
+    (at(ALIVE, session=False), Gone(0.2, "why"), LOST, False, (LOST,)),
     (at(SUSPECT, session=False), Gone(0.2, "why"), LOST, False, (LOST,)),
 ]
 SAMPLES = (Tick(900.0), Heard(900.0), Broken(900.0, "why"), Connected(900.0), Indirect(900.0, True), Indirect(900.0, False, "why"),
@@ -193,9 +194,21 @@ def test_a_node_that_answers_another_way_is_never_lost_and_not_alive_either():
     assert watch.member.state == SUSPECT and [action for _, action in watch.lines()] == [SAY_SUSPECT, DROP]
 
 
-def test_a_machine_that_the_provider_says_is_gone_is_lost_at_once():
+def test_a_machine_that_the_provider_says_is_gone_and_that_is_silent_is_lost_at_once():
     watch = Watch()
-    assert watch.tell(Gone(0.1, "the instance was destroyed")) == (LOST,) and watch.member.reason == "the instance was destroyed"
+    watch.tick(5)
+    assert watch.member.state == SUSPECT
+    assert watch.tell(Gone(5.1, "the instance was destroyed")) == (LOST,) and watch.member.reason == "the instance was destroyed"
+
+
+def test_a_machine_that_answers_is_not_lost_for_a_wrong_word_of_its_provider_but_for_one_that_lasts():
+    watch = Watch()
+    for second in range(1, 300):
+        assert watch.tell(Heard(float(second))) == ()
+        if second in (3, 4, 5, 100, 101, 102):
+            assert watch.tell(Gone(second + 0.1, "null")) == ()
+    lost = [second for second in range(300, 400) if (watch.tell(Heard(float(second))), watch.tell(Gone(second + 0.1, "null")))[1] == (LOST,)]
+    assert lost == [360]
 
 
 def test_an_operator_in_a_hurry_waits_as_long_as_asked_from_then_on_and_asking_again_changes_nothing():

@@ -18,14 +18,16 @@ from typing import Any, Callable, Iterator
 import pytest
 from conftest import eventually
 
-from gpurun import manifest, noderun, supervise
+from gpurun import manifest, noderun, rundisk, runstate, supervise
 from gpurun.errors import TransferError, WireError
 from gpurun.messages import (
     CollectOutputs, Detach, JobExited, MaterializeWorkspace, NodeFault, OutputsCollected, RunJob, RunSetup, SetupCompleted, StopJob,
     WorkspaceMaterialized,
 )
-from gpurun.noderun import NodeRun, Supervisors
+from gpurun.noderun import NodeRun
+from gpurun.slurmjobs import Slurm
 from gpurun.store import Store
+from gpurun.supervisors import Supervisors
 from gpurun.transfer import Pulled
 from streams import listed, push
 
@@ -43,7 +45,8 @@ class Node:
         self.store = Store(str(folder))
         self.folder = Path(self.store.runs, RUN_ID)
         self.ended: list[NodeRun] = []
-        self.parts = {"supervisors": supervisors, "environment": lambda: {"PATH": os.environ["PATH"]}, "ended": self.ended.append}
+        self.parts = {"supervisors": supervisors, "environment": lambda: {"PATH": os.environ["PATH"]}, "ended": self.ended.append,
+                      "slurm": Slurm(lambda: {"PATH": os.environ["PATH"]})}
 
     def create(self, **fields: Any) -> NodeRun:
         return NodeRun.create(self.store, RUN_ID, "job", "operator", "ana@laptop", **{"place": 1, "keep": 20, **fields}, **self.parts)
@@ -114,7 +117,7 @@ class Kills:
         self.run: NodeRun | None = None
         self.promised = False                           # Detached was said
         self.given: list[str] = []                      # the phases whose supervisor has got its work
-        for where, name in ((noderun, "atomic_write"), (noderun, "append_line"), (noderun.Supervisors, "take"), (noderun.Supervisors, "give")):
+        for where, name in ((noderun, "atomic_write"), (rundisk, "atomic_write"), (rundisk, "append_line"), (Supervisors, "take"), (Supervisors, "give")):
             monkeypatch.setattr(where, name, self.around(name, getattr(where, name)))
 
     def around(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,7 +272,7 @@ def left_at_start(node: Node, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     """A folder as it is when the agent is killed right after it noted the supervisor; the work that this one would have got."""
     work: dict[str, Any] = {}
     with monkeypatch.context() as patch:
-        patch.setattr(noderun.Supervisors, "give", staticmethod(lambda process, spec: (work.update(spec), process.stdin.close())))
+        patch.setattr(Supervisors, "give", staticmethod(lambda process, spec: (work.update(spec), process.stdin.close())))
         patch.setattr(noderun, "STARTS", 1)
         run = at_work(told(node.create(), RunJob(RUN_ID, BEGUN.format("run") + 'while [ ! -e go ]; do sleep 0.02; done; exit 6')))
         eventually(lambda: work)
@@ -423,6 +426,18 @@ def test_a_waiting_run_whose_operator_vanished_without_a_word_is_on_the_disk_as_
     assert kinds(ended(at_work(again))) == ["WorkspaceMaterialized", "JobExited"] and again.report()["code"] == 4
 
 
+def test_an_agent_after_this_one_counts_a_budget_from_when_the_command_began(node):
+    """Not from when it could have, hours before its operator brought it."""
+    run = at_work(told(node.create(), MaterializeWorkspace(RUN_ID, "")))
+    eventually(lambda: node.state()["workspace"])
+    before = time.monotonic()
+    told(run, RunJob(RUN_ID, "exec sleep 60"))
+    eventually(lambda: node.state()["supervised"])
+    assert node.state()["since"] >= before
+    told(run, StopJob(RUN_ID))
+    ended(run)
+
+
 def test_what_was_said_first_holds(node):
     run = told(node.create(), RunJob(RUN_ID, "exit 4", {"A": "1"}), RunJob(RUN_ID, "exit 5", {"B": "1"}))
     assert ended(at_work(run))[-1].code == 4
@@ -436,11 +451,11 @@ def test_a_run_may_be_left_only_once_the_disk_has_what_the_next_agent_needs(node
     with monkeypatch.context() as patch:
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
-        patch.setattr(noderun, "atomic_write", full)
-        run._unsaved = True
+        patch.setattr(rundisk, "atomic_write", full)
+        run._disk.unsaved = True
         with pytest.raises(TransferError, match="can't be written in .* bytes.* free"):
             run.may_leave()
-    assert run.may_leave() and node.state()["plan"]["run"] == {"command": "exit 2", "env": []} and node.state()["detached"]
+    assert run.may_leave() and node.state()["plan"]["run"] == {"command": "exit 2", "env": [], "budget": {}, "backend": {}} and node.state()["detached"]
     told(run, Detach(RUN_ID), Detach(RUN_ID))
     run.grant()
     assert ended(run)[-1].code == 2 and run.may_leave(), "an ended run may be left at any time"
@@ -452,7 +467,7 @@ def test_events_that_a_full_disk_did_not_take_are_written_before_any_later_one(n
     with monkeypatch.context() as patch:
         def full(fd: Any, line: bytes) -> None:
             raise OSError(28, "No space left on device")
-        patch.setattr(noderun, "append_line", full)
+        patch.setattr(rundisk, "append_line", full)
         with run.changed:
             run._emit(WorkspaceMaterialized)
         assert kinds(run.events) == ["WorkspaceMaterialized"] and not run._save(), "the state may not know more than the events"
@@ -467,8 +482,8 @@ def test_a_fault_that_a_full_disk_did_not_take_is_written_later_or_the_next_agen
     with monkeypatch.context() as patch:
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
-        patch.setattr(noderun, "atomic_write", full)
-        patch.setattr(noderun, "append_line", full)
+        patch.setattr(rundisk, "atomic_write", full)
+        patch.setattr(rundisk, "append_line", full)
         (event,) = ended(at_work(run))
         assert isinstance(event, NodeFault) and "was not started" in event.reason
     assert not node.load().over
@@ -538,4 +553,13 @@ def test_a_report_of_a_fault_has_no_code_and_its_reason(node):
     run = told(node.create(), RunJob(RUN_ID, "kill -9 $PPID"))
     ended(at_work(run))
     said = run.report()
-    assert said["phase"] == "ended" and said["code"] is None and "no exit record" in said["reason"] and len(said["reason"]) <= noderun.REASON_SHOWN
+    assert said["phase"] == "ended" and said["code"] is None and "no exit record" in said["reason"] and len(said["reason"]) <= runstate.REASON_SHOWN
+
+
+def test_a_setup_that_its_hard_limit_ended_has_no_job_behind_it_whatever_code_it_chose(node):
+    run = told(node.create(), RunSetup(RUN_ID, "trap 'exit 0' TERM; sleep 60 & wait", {}, {"name": "quick", "hard_s": 0.3}), RunJob(RUN_ID, "echo never"))
+    at_work(run)
+    eventually(lambda: run.over)
+    (done,) = [event for event in run.events if isinstance(event, SetupCompleted)]
+    assert done.code == 0 and not done.stopped and done.limit == "the hard limit of 0.3 s (budget quick) was reached"
+    assert run.report()["code"] == 143 and run.report()["limit"] == done.limit and not (node.folder / "run.out").exists()

@@ -130,6 +130,18 @@ def test_a_second_pull_sends_nothing_that_is_here(work, target):
     assert (target / "out" / "b").read_bytes() == b"b"
 
 
+def test_another_file_of_the_same_size_and_time_is_brought_all_the_same(work, target):
+    """Times can be set: by `touch -d`, `cp -p`, tar, a build that wants to be reproducible."""
+    for name, size in (("small", 4), ("large", 300_000)):
+        for folder, byte in ((target, b"A"), (work, b"B")):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_bytes(byte * size)
+            os.utime(folder / name, ns=(10**18, 10**18))
+    pulled = pull(work, ["small", "large"], target)
+    assert (pulled.files, pulled.size_bytes) == (2, 300_004)
+    assert (target / "small").read_bytes() == b"BBBB" and set((target / "large").read_bytes()) == {ord("B")}
+
+
 def test_a_pull_cut_anywhere_shows_only_whole_files_and_the_next_one_brings_the_rest(tmp_path, work):
     write_files(work, {"out/a": b"a" * 50, "out/b/c": b"c" * 700, "out/d": b"d" * 200, "out/e": b""})
     (work / "out" / "l").symlink_to("a")
@@ -285,6 +297,132 @@ t.pull(Path({str(work)!r}), ["large"], Path({str(target)!r}), progress=kill, liv
     assert pull(work, ["large"], target, live=live).size_bytes == (16 << 20) + 5
     assert pull.stream.peer.written < 8 << 20 and (target / "large").read_bytes() == data + b"grown"
     assert os.listdir(target.parent) == ["outputs"]
+
+
+# ---- pull: files that are here in an earlier state ---------------------------------------------------------------------------------
+
+LOG = random.Random(4).randbytes(3 << 20)
+
+
+def grow(path, data):
+    with open(path, "ab") as stream:
+        stream.write(data)
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["end", "live"])
+def test_of_a_log_that_grew_only_what_is_new_comes(work, target, live):
+    write_files(work, {"out/log": LOG, "out/small": b"s" * 1000})
+    (work / "out" / "log").chmod(0o640)
+    pull(work, ["out"], target, live=True)
+    os.link(target / "out" / "log", target.parent / "kept")
+    seen = []
+    grow(work / "out" / "log", b"n" * 100_000)
+    grow(work / "out" / "small", b"more")
+    assert pull(work, ["out"], target, progress=lambda *args: seen.append(args), live=live) == (2, len(LOG) + 101_004, [], [])
+    assert 101_000 < pull.stream.peer.written < 104_000 and seen[-1][:2] == (len(LOG) + 101_004, len(LOG) + 101_004)
+    assert looks(target / "out") == looks(work / "out") and os.listdir(target.parent) == ["kept", "outputs"] or os.listdir(target.parent) == ["outputs", "kept"]
+    assert (target.parent / "kept").read_bytes() == LOG              # a file that is here is never written into
+
+
+def test_a_file_whose_time_alone_changed_costs_no_byte(work, target):
+    write_files(work, {"log": LOG})
+    pull(work, ["log"], target)
+    os.utime(work / "log", ns=(1, 1))
+    assert pull(work, ["log"], target).files == 1 and pull.stream.peer.written < 1000
+    assert looks(target) == looks(work)
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["end", "live"])
+def test_a_file_that_has_grown_and_changed_before_its_old_end_is_not_glued_together_but_comes_whole_at_once(work, target, live):
+    names = ["out/a", "out/log", "out/z"]
+    write_files(work, {name: LOG for name in names})
+    pull(work, ["out"], target, live=True)
+    for name in names:
+        grow(work / name, b"n" * 1000)
+    with open(work / "out" / "log", "r+b") as stream:
+        stream.write(b"another beginning")
+    seen = []
+    assert pull(work, ["out"], target, progress=lambda *args: seen.append(args), live=live) == (3, 3 * (len(LOG) + 1000), [], [])
+    assert len(LOG) < pull.stream.peer.written < len(LOG) + 10_000 and seen[-1][:2] == (3 * (len(LOG) + 1000),) * 2
+    assert looks(target / "out") == looks(work / "out") and os.listdir(target.parent) == ["outputs"]
+
+
+def test_a_file_that_changed_again_before_it_came_whole_is_named_and_the_rest_stays(work, target, monkeypatch):
+    write_files(work, {"a": LOG, "b": b"b"})
+    pull(work, ["a", "b"], target)
+    with open(work / "a", "r+b") as stream:
+        stream.write(b"another beginning")
+    really = landing._Landing._take_again
+    monkeypatch.setattr(landing._Landing, "_take_again", lambda self, channel: (os.truncate(work / "a", 70_000), really(self, channel))[1])
+    pulled = pull(work, ["a", "b"], target)
+    assert pulled.files == 1 and "changes while it is sent" in dict(pulled.refused)["a"] and (target / "a").read_bytes() == LOG
+
+
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(LOG[:1 << 20]), lambda path: path.write_bytes(LOG[:-9] + b"other end" + b"and more")],
+                         ids=["shorter", "other end"])
+def test_a_file_that_does_not_seem_to_begin_with_what_is_here_comes_whole_without_a_question(work, target, change):
+    write_files(work, {"log": LOG})
+    pull(work, ["log"], target)
+    change(work / "log")
+    size = (work / "log").stat().st_size
+    pull(work, ["log"], target)
+    assert size < pull.stream.peer.written < size + 1000 and pull.stream.written < 700 and looks(target) == looks(work)
+
+
+@pytest.mark.parametrize("change", [os.unlink, lambda path: os.truncate(path, 100), lambda path: path.write_bytes(b"mine" * 1_000_000)],
+                         ids=["gone", "shorter", "another"])
+def test_a_file_that_changes_here_while_its_rest_comes_is_brought_whole(work, target, change):
+    write_files(work, {"a": LOG, "b": LOG})
+    pull(work, ["a", "b"], target)
+    grow(work / "a", b"n" * (1 << 20))
+    pull(work, ["a", "b"], target, progress=Growing(lambda: change(target / "a")))
+    assert looks(target) == looks(work)
+
+
+@pytest.mark.parametrize("how", ["broken", "killed"])
+def test_the_rest_of_a_file_that_broke_off_goes_on_where_it_was_unless_gpurun_was_killed(tmp_path, work, target, how):
+    write_files(work, {"log": LOG})
+    pull(work, ["log"], target)
+    grow(work / "log", random.Random(5).randbytes(8 << 20))
+    if how == "broken":
+        with pytest.raises(LinkError):
+            pull(work, ["log"], target, cut_answers=6 << 20)
+    else:
+        script = f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+import streams as t
+from pathlib import Path
+kill = lambda done, total, name: done < 9 << 20 or os.kill(os.getpid(), signal.SIGKILL)
+t.pull(Path({str(work)!r}), ["log"], Path({str(target)!r}), progress=kill)
+"""
+        assert subprocess.run([sys.executable, "-c", script], timeout=100, cwd=ROOT).returncode == -9
+        assert len(list((target.parent / ".incoming-outputs").iterdir())) == 1
+    assert (target / "log").read_bytes() == LOG
+    pull(work, ["log"], target)
+    assert pull.stream.peer.written < (3 << 20 if how == "broken" else (8 << 20) + 1000)
+    assert looks(target) == looks(work) and os.listdir(target.parent) == ["outputs"]
+
+
+def test_a_node_that_lies_twice_about_what_is_behind_a_file_gets_an_error_and_nothing_changes(tmp_path, work, target):
+    write_files(work, {"out": LOG})
+    pull(work, ["out"], target)
+    before = looks(target)
+    lie = [(b"P", b""), (b"D", b"data"), (b"E", SHA), (b"Z", b"")]
+    for frames, says in (([*lie, (b"D", b"data"), (b"E", SHA), (b"Z", b"")], "arrived broken"), ([*lie, (b"P", b"")], "a frame b'P' inside a file"),
+                         ([*lie, (b"S", b"")], "a frame b'S' inside a file"), ([(b"P", b""), (b"D", b"data"), (b"D", b"d")], "longer than the node said")):
+        assert says in node_says(tmp_path, [out("out", size=len(LOG) + 4)], frames, target=target)
+    assert looks(target) == before
+
+
+def test_an_operator_who_does_not_say_that_he_takes_tails_gets_whole_files(work, target, monkeypatch):
+    write_files(work, {"log": LOG})
+    pull(work, ["log"], target)
+    grow(work / "log", b"more")
+    really = transfer.Channel.put
+    monkeypatch.setattr(transfer.Channel, "put", lambda self, fields: really(self, {name: fields[name] for name in fields if name != "tails"}))
+    pull(work, ["log"], target)
+    assert pull.stream.peer.written > len(LOG) and looks(target) == looks(work)
 
 
 def test_a_part_of_a_file_that_is_another_one_now_is_not_gone_on_from(work, target):
@@ -540,6 +678,7 @@ def test_a_name_that_an_evil_node_sends_is_refused_before_anything_is_written(tm
     ([(b"D", b"data"), (b"E", b""), (b"Z", b"")], "arrived broken"),
     ([(b"S", b""), (b"Z", b"")], "isn't here and the node doesn't send it"),
     ([(b"R", b""), *DATA, (b"Z", b"")], "which isn't here"),
+    ([(b"P", b""), *DATA, (b"Z", b"")], "isn't the beginning of it"),
     ([(b"D", b"da"), (b"Z", b"")], "inside a file"),
     ([*DATA, *DATA, (b"Z", b"")], "more outputs than were listed"),
     ([(b"Z", b"")], "inside a file"),

@@ -12,7 +12,7 @@ from conftest import eventually
 from nodes import WAIT_S, NodeDir, Operator, Talk, changed_package, gone, node, operator, own_folders  # noqa: F401
 from streams import listed
 
-from gpurun import landing, manifest, transfer, wire
+from gpurun import landing, manifest, pushing, wire
 from gpurun.messages import (
     Busy, CollectOutputs, Detach, Detached, Hello, JobExited, MaterializeWorkspace, NodeFault, NodeReady, OutputsCollected, Ping, Pong, QueryRuns,
     Refused, Removed, RemoveRun, RunJob, RunSetup, RunStates, SetupCompleted, StopJob, WorkspaceMaterialized,
@@ -51,7 +51,7 @@ def states(operator: Operator, known: dict[str, Any], *run_ids: str) -> dict[str
 def push(operator: Operator, known: dict[str, Any], folder: Path) -> str:
     entries, encoded = listed(folder)
     connection = operator.dial(known, wire.TRANSFER_ALPN)
-    transfer.push(connection.open(WAIT_S), str(folder), entries, encoded, lambda done, total, name: None)
+    pushing.push(connection.open(WAIT_S), str(folder), entries, encoded, lambda done, total, name: None)
     connection.close()
     return manifest.tree_id(encoded)
 
@@ -292,7 +292,7 @@ def test_each_operators_oldest_collected_runs_go_and_no_other_does(node, operato
     eventually(lambda: states(operator, known, "uncollected", "unread").keys() == {"uncollected"}), "its logs are nowhere else"
     assert operator.logs(known, "uncollected", keeps=True) == b""
     eventually(lambda: states(operator, known, "uncollected", "unread") == {})
-    assert sorted(os.listdir(folder)) == ["his", "r2", "r3"]
+    eventually(lambda: sorted(os.listdir(folder)) == ["his", "r2", "r3"])
     second.link.close()
 
 

@@ -244,7 +244,7 @@ def test_a_damaged_cache_costs_a_push_and_no_run(warm):
 
 
 def test_a_tree_that_is_gone_after_its_push_is_a_fault_and_holds_no_node(tmp_path):
-    run = NodeRun.create(Store(str(tmp_path / "node")), "r", "job", "operator", "name", 1, 20, supervisors=None, environment=dict, ended=lambda _: None)
+    run = NodeRun.create(Store(str(tmp_path / "node")), "r", "job", "operator", "name", 1, 20, supervisors=None, slurm=None, environment=dict, ended=lambda _: None)
     run.tree_arrived("0" * 64)
     run.handle(MaterializeWorkspace("r", "0" * 64))
     run.begin()

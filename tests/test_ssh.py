@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,14 @@ def test_a_refused_key_says_what_was_tried(sshd, config, tmp_path):
     config(sshd.config_for("gpu1", IdentityFile=str(keygen(tmp_path / "stranger"))))
     with pytest.raises(SSHError, match=f"(?s)login as {sshd.user} on gpu1 .*{tmp_path}/stranger.*ssh-copy-id gpu1"):
         connect("gpu1").open()
+
+
+def test_a_rented_machine_that_refuses_the_key_is_not_answered_with_advice_for_ones_own_hosts(sshd, config, tmp_path):
+    config(sshd.config_for("gpu1", IdentityFile=str(keygen(tmp_path / "stranger"))))
+    rented = replace(ssh.resolve(parse_host("gpu1")), text="node1, direct", pins=str(tmp_path / "pins"))
+    with pytest.raises(SSHError, match=f"(?s)login as {sshd.user} on node1, direct .*{tmp_path}/stranger.*That key is gpurun's own") as raised:
+        ssh.Connection(rented).open()
+    assert "ssh-copy-id" not in str(raised.value) and "'ssh node1" not in str(raised.value)
 
 
 def test_a_login_that_failed_leaves_no_thread_and_no_socket(sshd, config, tmp_path):

@@ -10,7 +10,8 @@ import pytest
 
 from gpurun import manifest, store as store_module
 from gpurun.errors import TransferError, WireError
-from gpurun.store import Store, remove_tree
+from gpurun.files import remove_tree
+from gpurun.store import Store
 from trees import as_nobody, looks, make_odd_tree, rsync_differences, tiny_disk
 
 
@@ -84,7 +85,8 @@ def test_a_dropped_content_leaves_nothing(store):
     assert not leftovers(store)
 
 
-def test_what_was_on_its_way_when_the_agent_died_is_gone_after_its_start(store):
+def test_what_was_on_its_way_when_the_agent_died_is_gone_after_its_start(store, monkeypatch):
+    monkeypatch.setattr(store_module, "SMALL_BYTES", 0)
     store.incoming().write(b"half")
     assert leftovers(store)
     assert not leftovers(Store(store.root))
@@ -217,6 +219,7 @@ def test_each_content_is_asked_for_once_and_empty_files_never(store):
 
 def test_a_push_that_broke_off_goes_on_where_it_was_but_only_a_few_large_ones_are_kept(store, monkeypatch):
     monkeypatch.setattr(store_module, "RESUME_BYTES", 100)
+    monkeypatch.setattr(store_module, "SMALL_BYTES", 0)
     for number in range(8):
         incoming = store.incoming()
         incoming.write(bytes([number]) * 200)
@@ -234,6 +237,7 @@ def test_a_push_that_broke_off_goes_on_where_it_was_but_only_a_few_large_ones_ar
 
 def test_of_two_parts_of_one_content_the_longer_is_kept(store, monkeypatch):
     monkeypatch.setattr(store_module, "RESUME_BYTES", 100)
+    monkeypatch.setattr(store_module, "SMALL_BYTES", 0)
     for size in (200, 250, 150):
         incoming = store.incoming()
         incoming.write(b"x" * size)

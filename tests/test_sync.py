@@ -122,6 +122,8 @@ def test_a_second_run_sends_nothing_and_after_a_change_only_what_changed(warm, w
         ran(warm, job)
         pushed.append(warm.record()["bytes"]["pushed"])
     assert pushed == [total, 0, 9, 0, 8]
+    remembered, = (warm.home / ".cache" / "gpurun" / "pushed").iterdir()          # so that only what is new goes, without being asked for
+    assert remembered.name == warm.agent()["id"] and remembered.stat().st_size < 5000
 
 
 def test_another_workspace_with_the_same_contents_sends_nothing(warm, ws):

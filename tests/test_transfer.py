@@ -8,17 +8,21 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 import zlib
 
 import pytest
 
-from gpurun import landing, manifest, store as store_module, transfer
+from gpurun import landing, manifest, pushing, store as store_module, transfer
 from gpurun.errors import LinkError, TransferError, WireError, WorkspaceError
 from gpurun.manifest import Entry
 from gpurun.store import Store
-from streams import ROOT, as_agent, cache_is_sound, iroh_pair, listed, node, peak_mb, pull, push, quiet, store, tree, work, write_files
+from streams import CHANGES, ROOT, as_agent, cache_is_sound, iroh_pair, listed, node, peak_mb, pull, push, quiet, remembered, store, target, tree, work, write_files
 from trees import as_nobody, looks, make_odd_tree, rsync_differences, tiny_disk
+
+
+pytestmark = pytest.mark.usefixtures("remembered")
 
 
 # ---- push ------------------------------------------------------------------------------------------------------------------------
@@ -51,10 +55,11 @@ def test_2000_files_of_4_kb_go_in_a_few_dozen_writes_and_twins_once(store, tree)
     assert push.stream.writes <= 36
 
 
-def test_a_long_listing_goes_only_when_the_node_does_not_know_the_tree(store, tree):
+def test_a_long_listing_goes_only_when_the_node_does_not_know_the_tree(store, tree, monkeypatch):
+    monkeypatch.setattr(pushing, "INLINE_LISTING", 128 << 10)
     write_files(tree, {f"{number:05}-{'long' * 20}": b"" for number in range(2000)})
     _, encoded = listed(tree)
-    assert len(encoded) > transfer.INLINE_LISTING
+    assert len(encoded) > pushing.INLINE_LISTING
     push(store, tree)
     assert push.stream.written > 10_000
     assert push(store, tree) == (0, 0)
@@ -77,18 +82,6 @@ def test_progress_names_the_file_that_is_being_sent_and_counts_its_bytes(store, 
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen) and seen[-1][0] == (3 << 20) + 1
     assert {total for _, total, _ in seen} == {(3 << 20) + 1}
     assert len([name for _, _, name in seen if name == "large.bin"]) >= 6
-
-
-def change(path):
-    path.write_bytes(b"CHANGED".ljust(path.stat().st_size))
-
-
-CHANGES = {
-    "other bytes": change, "shorter": lambda path: path.write_bytes(b"s"), "empty": lambda path: path.write_bytes(b""),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"more"), "gone": os.unlink,
-    "a folder": lambda path: (path.unlink(), path.mkdir()), "a link": lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
-    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
-}
 
 
 @pytest.mark.parametrize("how", CHANGES)
@@ -149,6 +142,47 @@ def test_a_large_file_goes_on_where_its_push_broke_off(store, tree):
     cache_is_sound(store)
 
 
+@pytest.fixture
+def half_pushed(store, tree):
+    """A push of 16 MB that stops after some 9 and says no more, as of an operator who was killed: its stream. The node waits on."""
+    write_files(tree, {"large": random.Random(2).randbytes(16 << 20)})
+    stopped, on = threading.Event(), threading.Event()
+
+    def progress(done, total, name):
+        if done >= 9 << 20 and not on.is_set():
+            stopped.set()
+            on.wait(60)
+
+    with node(lambda channel, header: transfer.serve_push(channel, header, store, lambda tree: None)) as stream:
+        def operator():
+            with contextlib.suppress(LinkError):
+                pushing.push(stream, str(tree), *listed(tree), progress)
+
+        thread = threading.Thread(target=operator, daemon=True)
+        thread.start()
+        assert stopped.wait(60)
+        yield stream
+        on.set()
+        thread.join(60)
+        stream.abort()
+
+
+def test_a_push_goes_on_where_that_of_a_killed_operator_was_though_the_node_still_waits_for_him(store, tree, half_pushed, monkeypatch):
+    monkeypatch.setattr(transfer, "STALLED_S", 0.3)
+    assert push(store, tree) == (1, 16 << 20) and push.stream.written < 9 << 20
+    assert half_pushed.broken
+    cache_is_sound(store)
+
+
+def test_a_push_of_an_operator_who_lives_is_not_taken_over(store, tree, half_pushed, monkeypatch):
+    monkeypatch.setattr(transfer, "STALLED_S", 30)
+    timer = threading.Timer(0.5, lambda: half_pushed.write(b"K" + bytes(4), 5))
+    timer.start()
+    assert push(store, tree) == (1, 16 << 20) and push.stream.written > 16 << 20
+    assert not half_pushed.broken
+    cache_is_sound(store)
+
+
 def test_a_large_file_that_changed_after_its_push_broke_off_is_sent_whole(store, tree):
     write_files(tree, {"large": random.Random(2).randbytes(8 << 20)})
     with pytest.raises(LinkError):
@@ -186,7 +220,7 @@ def test_over_a_real_link_the_reason_of_a_node_that_stops_taking_reaches_an_oper
         opened = iroh_pair(lambda stream: as_agent(stream, lambda channel, header: transfer.serve_push(channel, header, store, lambda tree: None)))
         began = time.monotonic()
         with pytest.raises(TransferError, match="No space left on device"):
-            transfer.push(opened(), str(tree), entries, encoded, quiet)
+            pushing.push(opened(), str(tree), entries, encoded, quiet)
         assert time.monotonic() - began < 15
 
 
@@ -202,7 +236,7 @@ def test_over_a_real_link_everything_arrives(tmp_path, iroh_pair):
                  transfer.serve_pull(channel, header, str(tmp_path / "work"), lambda timeout_s: True))
 
     opened = iroh_pair(serve)
-    transfer.push(opened(), str(tree), entries, encoded, quiet)
+    pushing.push(opened(), str(tree), entries, encoded, quiet)
     (tmp_path / "work").mkdir()
     store.materialize(store.tree(arrived[0]), str(tmp_path / "work" / "out"))
     landing.pull(opened(), "run-1", ["out"], str(tmp_path / "outputs"), quiet)
@@ -316,8 +350,104 @@ def test_a_node_that_asks_for_nonsense_gets_an_error_not_files(tree, answer, say
     entries, encoded = listed(tree)
     with node(lies) as stream:
         with pytest.raises(WireError, match=says):
-            transfer.push(stream, str(tree), entries, encoded, quiet)
+            pushing.push(stream, str(tree), entries, encoded, quiet)
         stream.abort()
+
+
+# ---- packed ----------------------------------------------------------------------------------------------------------------------
+
+FAR = 0.1
+LINES = b"".join(b"step %d: loss %f\n" % (step, random.Random(step).random()) for step in range(40000))
+
+
+def packs_to(stream):
+    """What a side wrote, in parts of what was to be written."""
+    return stream.written / len(LINES)
+
+
+def test_text_goes_packed_over_a_far_link_both_ways_and_as_it_is_over_a_near_one(tmp_path, tree):
+    write_files(tree, {"out/log": LINES, "out/noise": b""})
+    for rtt_s, least, most in ((FAR, 0.1, 0.5), (0.0005, 1, 1.1)):
+        store = Store(str(tmp_path / f"node-{rtt_s}"))
+        seen = []
+        assert push(store, tree, rtt_s=rtt_s, progress=lambda *args: seen.append(args)) == (1, len(LINES))
+        assert least < packs_to(push.stream) < most and seen[-1][:2] == (len(LINES), len(LINES))
+        cache_is_sound(store)
+        target = tmp_path / f"run-{rtt_s}" / "outputs"
+        target.parent.mkdir()
+        assert pull(tree, ["out"], target, rtt_s=rtt_s).size_bytes == len(LINES)
+        assert least < packs_to(pull.stream.peer) < most and (target / "out" / "log").read_bytes() == LINES
+
+
+def test_a_node_that_cannot_know_how_far_the_operator_is_is_told(tmp_path, work, target, monkeypatch):
+    write_files(work, {"out": LINES})
+    monkeypatch.setattr(transfer.Channel, "rtt_s", lambda self: FAR if self.stream.connection.peer_id == "node" else None)
+    for peer_id, most in (("", 1.1), ("node", 0.5)):
+        (target / "out").unlink(missing_ok=True)
+        pull(work, ["out"], target, peer_id=peer_id)
+        assert most - 0.5 < packs_to(pull.stream.peer) < most
+
+
+def test_what_does_not_shrink_goes_as_it_is_over_a_far_link_too(store, tree):
+    write_files(tree, {"noise": random.Random(1).randbytes(3 << 20)})
+    push(store, tree, rtt_s=FAR)
+    assert push.stream.written < (3 << 20) + 2000
+
+
+def test_many_small_files_of_the_same_kind_go_packed_together(store, tree):
+    write_files(tree, {f"f{number:03}.py": b"import os\n\n\ndef run_%d(folder, options):\n    return os.path.join(folder, str(%d))\n" % (number, number)
+                       for number in range(500)})
+    push(store, tree, rtt_s=FAR)
+    listing = len(zlib.compress(listed(tree)[1], 1))
+    assert push.stream.written - listing < 500 * 45          # 100 bytes each, with the frames around them; each alone takes 90
+    cache_is_sound(store)
+
+
+@pytest.mark.parametrize("cut", [30_000, 700_000, 1_200_000])
+def test_a_packed_transfer_that_broke_off_goes_on_at_the_byte_of_the_file_where_it_was(tmp_path, store, tree, target, cut):
+    data = b"".join(random.Random(step).randbytes(20).hex().encode() for step in range(200_000))        # 8 MB that shrink to half of that
+    write_files(tree, {"large": data})
+    with pytest.raises(LinkError):
+        push(store, tree, rtt_s=FAR, cut=cut * 3)
+    with pytest.raises(LinkError):
+        pull(tree, ["large"], target, rtt_s=FAR, cut_answers=cut * 3)
+    push(store, tree, rtt_s=FAR)
+    pull(tree, ["large"], target, rtt_s=FAR)
+    cache_is_sound(store)
+    assert (target / "large").read_bytes() == data
+    if cut > 1_000_000:
+        assert push.stream.written < 3_000_000 and pull.stream.peer.written < 3_000_000
+
+
+def test_logs_go_packed_over_a_far_link(tmp_path):
+    (tmp_path / "run.out").write_bytes(LINES)
+    log = Log(tmp_path, [("run.out", b"more\n"), ("run.err", b"E")])
+    log.follow(rtt_s=FAR)
+    assert log.got["run.out"] == LINES + b"more\n" and log.got["run.err"] == b"E"
+    assert packs_to(log.stream.peer) < 0.5
+
+
+def test_a_peer_that_does_not_know_packed_frames_gets_none(tmp_path, tree, target, monkeypatch):
+    """As one of an older version: it says nothing of `packs`, and takes no notice of it."""
+    write_files(tree, {"out": LINES})
+    store, arrived = Store(str(tmp_path / "node")), []
+    really = transfer.Channel.put
+    monkeypatch.setattr(transfer.Channel, "put", lambda self, fields: really(self, {name: fields[name] for name in fields if name != "packs"}))
+    assert push(store, tree, rtt_s=FAR, arrived=arrived) == (1, len(LINES)) and packs_to(push.stream) > 1
+    assert pull(tree, ["out"], target, rtt_s=FAR).files == 1 and packs_to(pull.stream.peer) > 1
+    (tmp_path / "run.out").write_bytes(LINES)
+    log = Log(tmp_path)
+    log.follow(rtt_s=FAR)
+    assert log.got["run.out"] == LINES and packs_to(log.stream.peer) > 1
+
+
+def test_packed_frames_that_nobody_offered_or_that_hold_too_much_are_refused(store):
+    pack = zlib.compressobj(1, zlib.DEFLATED, -15)
+    bomb = pack.compress(bytes(100 << 20)) + pack.flush(zlib.Z_SYNC_FLUSH)
+    large = file_line("a", size=100 << 20)
+    assert "a frame b'C' inside a file" in operator_says(store, request(large) + [(b"C", bomb)])
+    assert "holds more than" in operator_says(store, request(large, packs=["deflate"]) + [(b"C", bomb)])
+    assert "packed bytes that aren't" in operator_says(store, request(large, packs=["deflate"]) + [(b"C", b"\xff\xff")])
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------------------
@@ -377,6 +507,7 @@ class Log:
             self.pieces.append((name, data))
 
         with node(lambda channel, header: transfer.serve_follow(channel, header, str(self.folder), self.over, self.wait), **cuts) as stream:
+            self.stream = stream
             return transfer.follow(stream, "run-1", offsets or {name: 0 for name in transfer.LOGS}, take, tail, live)
 
 

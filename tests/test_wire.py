@@ -151,10 +151,10 @@ def test_any_fields_are_a_well_typed_message_or_a_wire_error(kind, fields):
 texts = st.text(max_size=30)
 made = st.one_of(
     st.builds(Hello, texts, texts, texts, texts, st.booleans(), st.booleans(), st.integers(-2**63, 2**63 - 1), st.integers(-2**63, 2**63 - 1)),
-    st.builds(RunJob, texts, texts, st.dictionaries(texts, texts, max_size=3)),
+    st.builds(RunJob, texts, texts, st.dictionaries(texts, texts, max_size=3), st.dictionaries(texts, texts, max_size=3), st.just({"kind": "slurm"})),
     st.builds(OutputsCollected, texts, st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**62), st.lists(texts, max_size=3)),
     st.builds(JobExited, texts, st.integers(0, 9), st.integers(0, 255), st.integers(0, 64), st.booleans(), st.integers(0, 2**62),
-              st.integers(0, 2**62), st.floats(allow_nan=False, allow_infinity=False), texts),
+              st.integers(0, 2**62), st.floats(allow_nan=False, allow_infinity=False), texts, texts),
     st.builds(StopJob, texts, st.floats(allow_nan=False, allow_infinity=False)),
     st.builds(Sample, texts, st.dictionaries(texts, st.lists(st.integers(-9, 9)), max_size=2)),
     st.builds(NodeReady, texts, st.integers(0, 9), st.dictionaries(texts, texts, max_size=3)))

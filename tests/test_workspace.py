@@ -19,6 +19,12 @@ needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git is the oracl
 GIT_ENV = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
 
 
+@pytest.fixture(autouse=True)
+def no_cache_yet(tmp_path_factory, monkeypatch):
+    """Every scan here is a first one; what later ones know is test_statcache's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 def git(where, *args, **more):
     return subprocess.run(["git", *args], cwd=where, env=GIT_ENV, check=False, capture_output=True, **more)
 

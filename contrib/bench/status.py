@@ -13,12 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import end_agents, in_turn, ratio, sh
+from common import end_agents, in_turn, parser, ratio, sh
 
 RUNS_KEPT = 200
 
 
 def main() -> None:
+    args = parser(__doc__, links=False).parse_args()
     folder = Path(tempfile.mkdtemp(prefix="gpurun-bench-"))
     try:
         os.environ.update(HOME=str(folder), CI="true")
@@ -37,7 +38,7 @@ def main() -> None:
             "gpurun status": lambda: sh(gpurun, "status"),
             "gpurun status --refresh": lambda: sh(gpurun, "status", "--refresh"),
             "python -c pass": lambda: sh(sys.executable, "-c", "pass"),
-            "ls": lambda: sh("ls", str(runs))})
+            "ls": lambda: sh("ls", str(runs))}, args)
         print(f"  {'gpurun status':<58} {taken['gpurun status']:8.3f} s   goal < 0.5")
         ratio("gpurun status : python -c pass", taken["gpurun status"], taken["python -c pass"], "≤ 5")
         ratio("gpurun status : ls", taken["gpurun status"], taken["ls"], "none")
@@ -46,4 +47,5 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""A workdir made ahead: a moment after a run has its own, one more of the same tree, which the next run takes over by a rename.
+
+Making 100,000 files takes seconds, and the next run's tree is most often the same, or the same but for a few files. The spare is made from
+the cache like any workdir. Before it is used everything in it is looked at (not read): names, sizes, times and modes must be those of its listing, and
+no file's ctime, which nobody can set back, may be later than the end of its making. Else it is thrown away and the workdir is made anew.
+What differs between the two trees is then removed and copied. One spare is kept, of many small files only, and only while the agent lives:
+what an earlier one left may have been torn by a power loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from typing import TYPE_CHECKING, Callable, Iterable, Iterator, List, Optional, Tuple
+
+from gpurun import manifest
+from gpurun.errors import GpurunError
+from gpurun.files import free_bytes, remove_tree
+from gpurun.manifest import Entry
+
+if TYPE_CHECKING:
+    from gpurun.store import Tree
+
+FEWEST_FILES = 500              # fewer are copied faster than a spare could be of use
+MOST_BYTES = 256 << 20          # it takes this much of the disk, and the disk must have
+FREE_TIMES = 10                 # times as much free
+PAUSE_S = 0.25                  # the run that has just begun comes first
+MOST_CHANGED = 4                # a tree of which more than this part (a fourth) is another is made anew
+
+Fill = Callable[[Iterable[Entry], str], object]     # makes the entries, files in private folders, in a folder that is there
+
+
+class _Unwanted(Exception):
+    pass
+
+
+class _Made:
+    """One that is being made, or is."""
+
+    def __init__(self, tree: "Tree", path: str) -> None:
+        self.tree, self.path = tree, path
+        self.unwanted = threading.Event()
+        self.begun = False
+        self.made_ns = 0                        # when it was whole, by the clock of its disk
+        self.thread: Optional[threading.Thread] = None
+
+
+class Spare:
+    """Keeps it in `folder`. Used by several threads; never a reason for a run to fail."""
+
+    def __init__(self, folder: str, fill: Fill) -> None:
+        self._folder, self._fill = folder, fill
+        self._lock = threading.Lock()
+        self._number = 0
+        self.one: Optional[_Made] = None
+
+    def prepare(self, tree: "Tree", files: int, size: int) -> None:
+        """Begins to make one of this tree, in a thread, if it is worth it. `size` in bytes."""
+        if files < FEWEST_FILES or size > MOST_BYTES:
+            return
+        with self._lock:
+            if self.one is not None:
+                self.one.unwanted.set()
+            self._number += 1
+            self.one = one = _Made(tree, os.path.join(self._folder, str(self._number)))
+            one.thread = threading.Thread(target=self._make, args=(one, size), name="spare", daemon=True)
+            try:
+                one.thread.start()
+            except RuntimeError:                # no more threads: then there is none
+                self.one = None
+
+    def _make(self, one: _Made, size: int) -> None:
+        try:
+            if one.unwanted.wait(PAUSE_S) or free_bytes(self._folder) < size * FREE_TIMES:
+                return
+            with self._lock:
+                if one.unwanted.is_set():
+                    return
+                one.begun = True
+            remove_tree(self._folder)
+            os.mkdir(self._folder, 0o700)       # not what is above it: a node's folder that was deleted isn't made again
+            os.mkdir(one.path, 0o700)
+            self._fill(_while_wanted(one), one.path)
+            os.chmod(one.path, 0o700)           # its ctime is now
+            one.made_ns = os.stat(one.path).st_ctime_ns
+        except (OSError, GpurunError, _Unwanted):
+            pass                                # what there is of it goes when the next one is made
+
+    def clear(self) -> None:
+        """Removes what is there, for its room, or because an earlier agent left it."""
+        with self._lock:
+            one, self.one = self.one, None
+        if one is not None and one.thread is not None:
+            one.unwanted.set()
+            one.thread.join()
+        with contextlib.suppress(OSError):
+            remove_tree(self._folder)
+
+    def is_of(self, tree: "Tree") -> bool:
+        """Whether the spare is of this very tree, so that nothing of the cache is needed for it."""
+        one = self.one
+        return one is not None and one.made_ns > 0 and one.tree.path == tree.path
+
+    def take(self, wanted: "Tree", workdir: str) -> Optional[Tuple[int, int]]:
+        """Makes `workdir` of the spare, if there is one; (files, bytes). None, and perhaps something there, when it has to be made anew. One that is
+        being made is waited for: what is there of it need not be made again."""
+        with self._lock:
+            one, self.one = self.one, None
+            if one is not None and not one.begun:
+                one.unwanted.set()
+        if one is None or one.thread is None or not one.begun:
+            return None
+        try:
+            gone, new, folders, files, size = _changes(one.tree, wanted)
+            one.thread.join()
+            os.rename(one.path, workdir)
+            if not _untouched(one, workdir):
+                return None
+            for entry in reversed(gone):        # what is in a folder before the folder
+                path = manifest.local_path(workdir, entry.path)
+                os.rmdir(path) if entry.kind == "dir" else os.unlink(path)
+            self._fill(new, workdir)
+            manifest.finish_folders(workdir, folders)
+            return files, size
+        except (OSError, GpurunError, _Unwanted):
+            return None
+        finally:
+            one.unwanted.set()
+
+
+def _changes(old: "Tree", new: "Tree") -> Tuple[List[Entry], List[Entry], List[Entry], int, int]:
+    """To come from one tree to the other: what has to go, what has to be made; and of the new one all folders, how many files, how many bytes.
+    _Unwanted when so much differs that all of it is better made anew."""
+    gone: List[Entry] = []
+    made: List[Entry] = []
+    folders: List[Entry] = []
+    files = size = 0
+    for one, other in ((entry, entry) for entry in new) if old.path == new.path else _side_by_side(iter(old), iter(new)):
+        if other is not None and other.kind == "dir":
+            folders.append(other)
+        elif other is not None:
+            files += other.kind == "file"
+            size += other.size
+        if one == other or one is not None and other is not None and one.kind == other.kind == "dir":
+            continue                            # a folder's mode and time come last
+        if one is not None:
+            gone.append(one)
+        if other is not None:
+            made.append(other)
+        if len(gone) + len(made) > FEWEST_FILES and (len(gone) + len(made)) * MOST_CHANGED > files:
+            raise _Unwanted
+    return gone, made, folders, files, size
+
+
+def _side_by_side(olds: Iterator[Entry], news: Iterator[Entry]) -> Iterator[Tuple[Optional[Entry], Optional[Entry]]]:
+    """The entries of two listings, those of one name together. Neither is ever whole in memory."""
+    one, other = next(olds, None), next(news, None)
+    while one is not None or other is not None:
+        if one is not None and other is not None and one.path == other.path:
+            yield one, other
+            one, other = next(olds, None), next(news, None)
+        elif other is None or one is not None and one.path.split("/") < other.path.split("/"):
+            yield one, None
+            one = next(olds, None)
+        else:
+            yield None, other
+            other = next(news, None)
+
+
+def _untouched(one: _Made, path: str) -> bool:
+    """Whether the spare, which is at `path` now, is still what was made."""
+    latest_ns = 0
+
+    def look(_path: str, found: os.stat_result) -> str:
+        nonlocal latest_ns
+        latest_ns = max(latest_ns, found.st_ctime_ns)
+        return ""
+
+    for found, made in itertools.zip_longest(manifest.walk(path, known=look), one.tree):
+        if found is None or made is None or found.path != made.path or found.kind != made.kind:
+            return False
+        if found.kind != "dir" and (found[:5] != made[:5] or found.target != made.target):    # all but the hash
+            return False
+    return latest_ns <= one.made_ns
+
+
+def _while_wanted(one: _Made) -> Iterator[Entry]:
+    for entry in one.tree:
+        if one.unwanted.is_set():
+            raise _Unwanted
+        yield entry

@@ -1,0 +1,281 @@
+"""The workdir that is made ahead: a run's workdir is the same with it as without, whatever happened to it meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpurun import manifest, spare as spare_module, store as store_module
+from gpurun.store import Store
+from conftest import eventually
+from test_store import fill
+from trees import looks, rsync_differences
+
+FILES = 60
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Worth it for a few files, and at once."""
+    monkeypatch.setattr(spare_module, "FEWEST_FILES", 10)
+    monkeypatch.setattr(spare_module, "PAUSE_S", 0)
+
+
+class Node:
+    def __init__(self, folder: Path) -> None:
+        self.root, self.store, self.runs = folder / "tree", Store(str(folder / "node")), folder
+        self.copied: list[str] = []
+        copy = self.store._copy
+        self.store._copy = lambda entry, path: "/cache/spare/" not in path and self.copied.append(entry.path) or copy(entry, path)
+        for number in range(FILES):
+            path = self.root / f"d{number % 4}" / f"f{number:02d}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"%d" % number * 50)
+        self.number = 0
+
+    def run(self) -> list[str]:
+        """Makes the workdir of one more run of what the tree is now; which of its files were copied for it. The spare of the next is ready then."""
+        tree = self.store.tree(fill(self.store, self.root)[1])
+        self.number += 1
+        work = self.runs / f"work{self.number}"
+        self.copied.clear()
+        assert self.store.materialize(tree, str(work)) == (sum(entry.kind == "file" for entry in tree), sum(entry.size for entry in tree))
+        copied = list(self.copied)
+        self.wait()
+        assert looks(work) == looks(self.root) and rsync_differences(self.root, work) == ""
+        assert not os.path.exists(str(work) + ".new")
+        return sorted(copied)
+
+    def wait(self) -> None:
+        if self.store.spare.one is not None:
+            self.store.spare.one.thread.join()
+
+    @property
+    def spare(self) -> Path:
+        """Where it lies."""
+        return Path(self.store.spare.one.path)
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = Node(tmp_path)
+    assert len(node.run()) == FILES
+    return node
+
+
+def test_an_unchanged_tree_costs_the_next_run_no_copy(node):
+    assert node.run() == [] and node.run() == []
+
+
+def test_a_changed_tree_costs_a_copy_of_what_changed(node):
+    (node.root / "d1/f01").write_bytes(b"changed")
+    (node.root / "d1/f05").chmod(0o755)
+    os.utime(node.root / "d1/f09", ns=(1, 5))
+    (node.root / "d0/f00").unlink()
+    (node.root / "d0/new").write_bytes(b"new")
+    assert node.run() == ["d0/new", "d1/f01", "d1/f05", "d1/f09"]
+
+
+def test_every_kind_of_change_is_made(node):
+    (node.root / "d0/f00").unlink()
+    (node.root / "d0/f00").mkdir()
+    (node.root / "d0/f00/below").write_bytes(b"x")
+    os.symlink("f04", node.root / "d0/link")
+    (node.root / "deep/er").mkdir(parents=True)
+    (node.root / "deep/er/f").write_bytes(b"x")
+    (node.root / "d0-").write_bytes(b"sorts between d0 and what is in it")
+    node.run()
+    shutil.rmtree(node.root / "d0/f00")
+    (node.root / "d0/f00").write_bytes(b"a file again")
+    (node.root / "d0/link").unlink()
+    os.symlink("f08", node.root / "d0/link")
+    shutil.rmtree(node.root / "deep")
+    (node.root / "deep").write_bytes(b"a file")
+    (node.root / "d3").chmod(0o700)
+    assert node.run() == ["d0/f00", "deep"]
+    assert node.run() == []
+
+
+def test_read_only_folders_change_too(node):
+    (node.root / "d2").chmod(0o555)
+    node.run()
+    (node.root / "d2").chmod(0o755)
+    (node.root / "d2/f02").write_bytes(b"changed")
+    (node.root / "d2").chmod(0o555)
+    assert node.run() == ["d2/f02"]
+    (node.root / "d2").chmod(0o755)
+
+
+def test_a_tree_that_is_mostly_another_is_made_anew(node):
+    for number in range(0, FILES, 2):
+        (node.root / f"d{number % 4}" / f"f{number:02d}").write_bytes(b"changed")
+    assert len(node.run()) == FILES and node.run() == []
+
+
+@pytest.mark.parametrize("harm", [
+    lambda spare: (spare / "d1/f01").write_bytes(b"changed"), lambda spare: (spare / "d1/f01").unlink(), lambda spare: (spare / "new").write_bytes(b""),
+    lambda spare: (spare / "d1/f01").chmod(0o600), lambda spare: shutil.rmtree(spare), lambda spare: shutil.rmtree(spare / "d1"),
+    lambda spare: os.rename(spare / "d1/f01", spare / "d1/x"), lambda spare: (spare / "empty").mkdir(), lambda spare: spare.chmod(0)],
+    ids=["written", "deleted", "added", "chmod", "all deleted", "a folder deleted", "renamed", "a folder added", "closed"])
+def test_a_spare_that_somebody_touched_is_not_used(node, harm):
+    time.sleep(0.02)                   # the clock of ctime ticks every few ms
+    harm(node.spare)
+    node.run()
+    assert node.run() == []
+
+
+def test_a_change_that_hides_its_time_is_seen(node):
+    time.sleep(0.02)
+    path = node.spare / "d1/f01"
+    before = path.stat()
+    path.write_bytes(b"x" * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert len(node.run()) == FILES
+
+
+def test_a_run_that_changes_its_workdir_does_not_change_the_next_ones(node):
+    for path in (node.runs / "work1").rglob("f*"):
+        path.write_bytes(b"written by a job")
+    assert node.run() == []
+    for path in (node.runs / "work2").rglob("f*"):
+        path.write_bytes(b"written by a job")
+    assert node.run() == []
+
+
+def test_few_files_many_bytes_or_little_room_make_no_spare(tmp_path, monkeypatch):
+    node = Node(tmp_path)
+    monkeypatch.setattr(spare_module, "FEWEST_FILES", FILES + 1)
+    node.run()
+    assert node.store.spare.one is None
+    monkeypatch.setattr(spare_module, "FEWEST_FILES", 10)
+    monkeypatch.setattr(spare_module, "MOST_BYTES", 100)
+    node.run()
+    assert node.store.spare.one is None
+    monkeypatch.setattr(spare_module, "MOST_BYTES", 1 << 30)
+    monkeypatch.setattr(spare_module, "free_bytes", lambda path: 5000)
+    node.run()
+    assert not node.store.spare.one.made_ns and not (tmp_path / "node/cache/spare").exists()
+
+
+def test_a_run_that_comes_while_the_spare_is_made_does_not_wait_for_it(node, monkeypatch):
+    monkeypatch.setattr(spare_module, "PAUSE_S", 600)
+    tree = node.store.tree(fill(node.store, node.root)[1])
+    node.store.materialize(tree, str(node.runs / "one"))       # with the spare of before; the next one is never made
+    for name in ("two", "three"):
+        node.copied.clear()
+        node.store.materialize(tree, str(node.runs / name))
+        assert len(node.copied) == FILES and looks(node.runs / name) == looks(node.root)
+
+
+def test_a_run_that_comes_in_the_middle_of_the_making_takes_what_is_there_of_it(node, monkeypatch):
+    tree = node.store.tree(fill(node.store, node.root)[1])
+    half, go_on = threading.Event(), threading.Event()
+    copy_bytes = node.store._copy_bytes
+
+    def slowly(source, target, size):
+        if threading.current_thread().name == "spare" and os.readlink(f"/proc/self/fd/{target}").endswith("f20"):
+            half.set()
+            assert go_on.wait(30)
+        copy_bytes(source, target, size)
+    monkeypatch.setattr(node.store, "_copy_bytes", slowly)
+    node.store.materialize(tree, str(node.runs / "one"))
+    assert half.wait(30)
+    node.copied.clear()
+    waiting = threading.Thread(target=node.store.materialize, args=(tree, str(node.runs / "two")))
+    waiting.start()
+    go_on.set()
+    waiting.join(30)
+    assert looks(node.runs / "two") == looks(node.root) and node.copied == []
+
+
+def test_another_tree_does_not_wait_for_the_spare_of_this_one(node, monkeypatch):
+    tree = node.store.tree(fill(node.store, node.root)[1])
+    half, go_on = threading.Event(), threading.Event()
+    copy_bytes = node.store._copy_bytes
+
+    def slowly(source, target, size):
+        if threading.current_thread().name == "spare":
+            half.set()
+            assert go_on.wait(30)
+        copy_bytes(source, target, size)
+    monkeypatch.setattr(node.store, "_copy_bytes", slowly)
+    node.store.materialize(tree, str(node.runs / "one"))
+    assert half.wait(30)
+    for path in node.root.rglob("f*"):
+        path.write_bytes(b"another " + path.name.encode())
+    monkeypatch.setattr(spare_module, "PAUSE_S", 600)
+    node.store.materialize(node.store.tree(fill(node.store, node.root)[1]), str(node.runs / "two"))
+    assert looks(node.runs / "two") == looks(node.root) and not go_on.is_set()
+    go_on.set()
+
+
+def test_only_one_spare_is_kept_and_none_outlives_its_agent(node):
+    for number in range(3):
+        (node.root / "d1/f01").write_bytes(b"%d" % number)
+        node.run()
+        assert len(list((node.runs / "node/cache/spare").iterdir())) == 1
+    stale = node.spare
+    again = Store(node.store.root)
+    assert again.spare.one is None
+    node.store = again
+    node.run()
+    assert node.spare.exists() and len(list(stale.parent.iterdir())) == 1
+
+
+def test_what_an_earlier_agent_left_goes_when_the_cache_is_trimmed_and_a_good_spare_stays(node, monkeypatch):
+    monkeypatch.setattr(store_module, "QUIET_S", -1)
+    node.store.trim()
+    assert node.run() == []
+    folder = node.spare.parent
+    Store(node.store.root).trim()
+    assert not folder.exists()
+
+
+def test_a_push_without_room_gets_that_of_the_spare(node, monkeypatch):
+    folder = node.spare.parent
+    monkeypatch.setattr(store_module, "free_bytes", lambda path: 0 if folder.exists() else 1 << 40)
+    node.store.check_room(1000, "the workspace")
+    assert not folder.exists()
+    assert len(node.run()) == FILES
+
+
+def test_a_node_folder_that_was_deleted_is_not_made_again(node, monkeypatch):
+    tree = node.store.tree(fill(node.store, node.root)[1])
+    monkeypatch.setattr(spare_module, "PAUSE_S", 0.2)
+    node.store.materialize(tree, str(node.runs / "work"))
+    shutil.rmtree(node.store.root)
+    node.wait()
+    assert not os.path.exists(node.store.root)
+
+
+def test_a_spare_of_the_very_tree_needs_nothing_of_the_cache(node):
+    tree_id = manifest.tree_id(manifest.encode(fill(node.store, node.root)[0]))
+    shutil.rmtree(node.runs / "node/cache/contents")
+    tree = node.store.tree(tree_id)
+    node.store.materialize(tree, str(node.runs / "work"))
+    assert looks(node.runs / "work") == looks(node.root)
+    node.wait()
+    assert node.store.tree(tree_id) is None                    # asked anew, without a spare: its contents have to be sent
+
+
+# ---- with an agent -------------------------------------------------------------------------------------------------------------------
+
+def test_a_job_runs_in_the_workdir_that_was_made_ahead(here):
+    for number in range(600):
+        path = here.work / "tree" / f"d{number % 3}" / f"f{number:03d}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{number}\n")
+    job = here.job("stat -c %i d0/f000; cat d*/f* | sort -n | tail -n 1; echo junk > d1/junk; rm d0/f003", workspace={"workdir": "tree"})
+    assert here.gpurun(job).stdout.split()[1:] == [b"599"]
+    ahead = here.node_dir / "cache/spare"
+    eventually(lambda: len(list(ahead.glob("*/d*/f*"))) == 600)
+    inode = next(ahead.glob("*/d0/f000")).stat().st_ino
+    (here.work / "tree/d1/f001").write_text("1000\n")
+    assert here.gpurun(job).stdout.split() == [b"%d" % inode, b"1000"]
+    result = here.result(job)
+    assert result["exit_code"] == 0 and (here.latest / "stdout.log").read_bytes().split()[1] == b"1000"
