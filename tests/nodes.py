@@ -101,7 +101,8 @@ class NodeDir:
         there = self.folder / "agent" / agent.name
         with contextlib.suppress(OSError):
             there.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.copy(agent.path, there)
+            # Another start may read the file at this moment: as a deploy does it, moved in whole.
+            os.replace(shutil.copy(agent.path, f"{there}.part"), there)
         file = there if there.exists() else agent.path
         argv = [python, *([] if python.endswith("python2.7") else ["-I"]), str(file), "start", "--node-dir", str(self.folder), "--authorize",
                 operator_id, "--bind", bind, "--lib", str(bootstrap.iroh_folder().parent) if lib is None else lib, "--relay", "disabled",

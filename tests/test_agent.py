@@ -364,7 +364,9 @@ def test_a_killed_supervisor_is_a_fault_its_children_end_and_an_unrelated_proces
 def test_starts_at_the_same_time_give_one_agent_that_knows_all_their_operators(node):
     operators = [Operator() for _ in range(4)]
     processes = [node.starting(operator.id) for operator in operators]
-    said = [json.loads(process.communicate(timeout=60)[0].split(b"GPURUN-ENDPOINT ")[1]) for process in processes]
+    printed = [process.communicate(timeout=60) for process in processes]
+    assert all(out.startswith(b"GPURUN-ENDPOINT ") for out, _ in printed), printed
+    said = [json.loads(out.split(b"GPURUN-ENDPOINT ")[1]) for out, _ in printed]
     assert len({(one["pid"], one["port"], one["id"]) for one in said}) == 1
     for operator in operators:
         assert operator.talk(said[0], Hello()).hear(NodeReady)
