@@ -6,6 +6,9 @@ into chunks, each lane takes the next one when it has room, the other side puts 
 others move, gives its chunks to them; the stream breaks with its last lane. How many lanes there are decides the side that dialled
 (`Growth`): more while that makes it faster, no more than that, and one on a link where one is enough.
 
+A lane may also be a socket, of another way to the same peer (`Beside`): on one machine all goes over it, between two of them it is one
+more lane, which carries as much as it can. A host whose TCP has BBR hardly minds a lost packet.
+
 On the wire a lane begins with HEAD: the bundle's id (16 bytes) and the lane's number. Then frames both ways: one byte of kind, eight of
 a number, four of a length.
 
@@ -14,6 +17,7 @@ a number, four of a length.
     F length                       the stream is so long
     A count                        so many D, d, N and F have come whole over this lane
     G offset                       bytes up to there may be under way
+    E                              over a socket: what ends now is meant to end. A process that is killed ends its sockets too
     X                              from the side that dialled this lane: it is used no more, and ends when all on it is acknowledged
     S                              nothing more is read here
     W                              all of it has come, up to its end
@@ -27,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import heapq
+import socket
 import struct
 from typing import Any, Awaitable, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
 
@@ -36,6 +41,7 @@ HEAD = struct.Struct(">16sB")
 FRAME = struct.Struct(">cQI")
 READ_BYTES = 256 << 10        # asked for at once; iroh clears a buffer of this size first, and returns what has arrived, mostly less
 WINDOW = 12 << 20             # under way at most, and kept here out of order: 1 Gbit/s at 100 ms takes as much
+BUFFER = 1 << 20              # of a lane that is a socket
 QUEUE = 512 << 10             # taken from the writer ahead of the lanes
 CHUNK, CHUNK_LEAST = 512 << 10, 8 << 10
 CHUNK_S = 0.25                # a chunk is what its lane takes in this time: the one that all others wait for is never far
@@ -56,15 +62,25 @@ HOLD_S, HOLD_MOST_S = 8.0, 60.0   # after a trial that brought nothing
 TICK_S = 0.2                  # and two round trips: between two looks at the rate
 LATE_S = 0.3                  # and two trips: what is under way for so long goes a second time over a lane that has nothing else to do
 OVERDUE_S = 1.2               # over one that has as well
+NEAR, ASIDE = 255, 254        # the numbers of the lane that is another way: on the same machine, and elsewhere
 NEAR_S = 0.005                # a round trip below this is a network on which one lane is enough
 BUSY = 0.7                    # of what moved said that more was waiting
 
 
 class Known:
-    """What the streams to one peer have learnt of the way there: so many lanes were worth having; the shortest round trip."""
+    """What the streams to one peer have learnt of the way there: so many lanes were worth having; the shortest round trip; that there is no other
+    way."""
 
     lanes = 1
     rtt_s = float("inf")
+    alone = False
+
+
+class Beside(NamedTuple):
+    """Another way to the peer than the connections that lanes are made of. `near`: on this machine, where no other lane is worth having then."""
+
+    near: bool
+    dial: Callable[[int], Awaitable[Tuple[Any, Callable[[], None], bytes]]]
 
 
 class Growth:
@@ -73,6 +89,7 @@ class Growth:
     def __init__(self, most: int = MOST, known: Optional[Known] = None) -> None:
         """`most`: never more lanes. What is `known` already is tried first, and what this one learns is left there."""
         self.lanes = 1
+        self.lossy = False                    # many lanes were tried, as on a link that loses packets
         self._most, self._known = max(1, most), known or Known()
         self._rate = self._best = 0.0         # of the last look; the highest one
         self._recent: Deque[float] = collections.deque(maxlen=4)   # of the looks since there are so many lanes
@@ -107,6 +124,7 @@ class Growth:
         if not self._fewer and now >= self._until and self.lanes < self._most:
             self._fewer, self._before, self._until = self.lanes, max(self._recent), now + TRIAL_S + 10 * rtt_s
             self._recent.clear()
+            self.lossy = self.lossy or lossy
             self.lanes = min(self._most, max(self.lanes * (TIMES_LOSSY if lossy else TIMES), self._known.lanes))
         return self.lanes
 
@@ -120,8 +138,9 @@ class _Chunk(NamedTuple):
 class _Lane:
     """One of a bundle's streams: what is under way on it, and what it can do."""
 
-    def __init__(self, stream: Any, close: Callable[[], None]) -> None:
+    def __init__(self, stream: Any, close: Callable[[], None], says_end: bool) -> None:
         self.stream, self.close = stream, close
+        self.says_end, self.said_end = says_end, False
         self.due: List[bytes] = []            # control frames
         self.flying: Deque[_Chunk] = collections.deque()   # sent and not acknowledged, in their order
         self.flying_bytes = self.since_now = 0
@@ -170,15 +189,17 @@ class Bundle:
     """One stream over its lanes. To its user it is both halves of a bidirectional stream of iroh's."""
 
     def __init__(self, broken: Callable[[BaseException], LinkError], rtt_s: Callable[[], float],
-                 dial: Optional[Callable[[int], Awaitable[Tuple[Any, Callable[[], None], bytes]]]] = None, growth: Optional[Growth] = None) -> None:
+                 dial: Optional[Callable[[int], Awaitable[Tuple[Any, Callable[[], None], bytes]]]] = None, growth: Optional[Growth] = None,
+                 beside: Optional[Beside] = None, known: Optional[Known] = None) -> None:
         """`broken` makes the error of the last lane's. `dial(number)`: a new lane's stream, what closes its connection, and its HEAD;
-        only on the side that decides about lanes, with `growth`."""
+        only on the side that decides about lanes, with `growth`, and `beside`, unless it is `known` to lead nowhere."""
         self._broken, self._rtt_s, self._dial, self._growth = broken, rtt_s, dial, growth
         if growth is not None:
             growth.look(0.0, False, 0.0, rtt_s() or float("inf"))   # while all is quiet
         self._loop = asyncio.get_event_loop()
         self._lanes: Dict[int, _Lane] = {}
         self._last_number = 0
+        self._beside, self._known = beside, known or Known()
         self._error: Optional[LinkError] = None
         self._wakers: "List[asyncio.Future[None]]" = []         # of the stream's own reader and writer
         self._dialling = 0
@@ -313,13 +334,14 @@ class Bundle:
 
     def add(self, number: int, stream: Any, close: Callable[[], None] = lambda: None, head: bytes = b"") -> None:
         """One more lane. `head`: what is to be said on it first, by the side that dialled."""
-        lane = _Lane(stream, close)
+        lane = _Lane(stream, close, number >= ASIDE)
         if self._lanes:
             lane.room = max(sum(one.room for one in self._lanes.values()) / len(self._lanes), ROOM_LEAST)
         if head:
             lane.due.append(head)
         self._lanes[number] = lane
-        self._last_number = max(self._last_number, number)
+        if number < ASIDE:
+            self._last_number = max(self._last_number, number)
         lane.tasks = [self._task(self._feed(lane)), self._task(self._hear(lane))]
 
     def _task(self, work: Awaitable[Any]) -> "asyncio.Future[Any]":
@@ -347,6 +369,8 @@ class Bundle:
                 if parts:
                     await lane.stream.write_all(b"".join(parts))
                 elif self._may_end(lane):
+                    if lane.says_end:
+                        await lane.stream.write_all(FRAME.pack(b"E", 0, 0))
                     await lane.stream.finish()
                     return
                 else:
@@ -364,7 +388,7 @@ class Bundle:
         return self._settled() or lane.retired and (self._dial is None or lane.ended)
 
     def _next_for(self, lane: _Lane) -> Optional[_Chunk]:
-        if lane.retired or lane.ended or self._deaf or self._error is not None:
+        if lane.retired or lane.ended or self._deaf or self._error is not None or self._lanes.get(NEAR, lane) is not lane:
             return None
         now = self._loop.time()
         chunk = self._old_for(lane, now, OVERDUE_S) or self._new_for(lane, now) or self._old_for(lane, now, LATE_S)
@@ -445,6 +469,8 @@ class Bundle:
                         buffer, at = b"", 0
                     self._count(lane, length, kind == b"N")
                 buffer = buffer[at:]
+            if lane.says_end and not lane.said_end:
+                raise LinkError("a lane ended without a word")
             lane.ended = True
             if not lane.retired:              # then that side has nothing to do any more: all of ours is there, or it reads no more
                 self._done(deaf=not self._final_sent)
@@ -523,6 +549,8 @@ class Bundle:
             self._count(lane, 0, True)
             self._whole()
             self._wake()
+        elif kind == b"E":
+            lane.said_end = True
         elif kind == b"X":
             lane.retired = True
             lane.wake.set()
@@ -616,11 +644,20 @@ class Bundle:
             if len(self._lanes) > 1:
                 self._give_up_still_lanes(now)
                 self._wake()                  # for what is late
-            if self._growth is not None and self._error is None and not self._settled():
+            if self._error is None and not self._settled():
                 full = sum(map(len, self._ready)) > WINDOW // 4            # this side's reader is what holds it up
                 busy = not full and (self._moved > 0 if self._queue else 0 < BUSY * self._moved <= self._waiting)
-                self._steer(self._growth.look(now, busy, self._moved / (now - began), self._rtt_s()))
+                if self._growth is not None:
+                    self._steer(self._growth.look(now, busy, self._moved / (now - began), self._rtt_s()))
+                self._step_aside(busy)
         self._watching = False
+
+    def _step_aside(self, busy: bool) -> None:
+        """Tries the other way, once: on this machine for whatever takes longer than a look, else where packets are lost."""
+        if self._beside is not None and not self._known.alone and (busy and self._beside.near or self._growth is not None and self._growth.lossy):
+            dial, number = self._beside.dial, NEAR if self._beside.near else ASIDE
+            self._beside = None
+            self._task(self._dial_one(number, dial))
 
     def _give_up_still_lanes(self, now: float) -> None:
         """One that stands still while others don't would hold all of them up in the end."""
@@ -631,24 +668,25 @@ class Bundle:
                 self._lost(lane, LinkError("a lane stood still"))
 
     def _steer(self, wanted: int) -> None:
-        working = [lane for lane in self._lanes.values() if not lane.retired]
+        working = [lane for number, lane in self._lanes.items() if number < ASIDE and not lane.retired]
         for _ in range(wanted - len(working) - self._dialling):
+            assert self._dial is not None
             self._dialling += 1
             self._last_number += 1
-            self._task(self._dial_one(self._last_number))
+            self._task(self._dial_one(self._last_number, self._dial))
         for lane in sorted(working, key=lambda one: one.rate)[:max(0, len(working) - wanted)]:
             lane.retired = True
             lane.due.append(FRAME.pack(b"X", 0, 0))
             lane.wake.set()
 
-    async def _dial_one(self, number: int) -> None:
-        assert self._dial is not None
+    async def _dial_one(self, number: int, dial: Callable[[int], Awaitable[Tuple[Any, Callable[[], None], bytes]]]) -> None:
         try:
-            stream, close, head = await self._dial(number)
-        except Exception:                     # it does without; the next look may try again
+            stream, close, head = await dial(number)
+        except Exception:                     # it does without; the next look may try another connection
+            self._known.alone = self._known.alone or number >= ASIDE
             return
         finally:
-            self._dialling -= 1
+            self._dialling -= number < ASIDE
         if self._lanes and self._error is None and not self._settled():
             self.add(number, stream, close, head)
         else:
@@ -661,3 +699,44 @@ async def _give_up(stream: Any) -> None:
             await step(1)
         except Exception:                     # of iroh: it has ended already, that is what was wanted
             pass
+
+
+class SocketLane:
+    """A socket of this machine as a lane's stream. It belongs to the running loop from now on."""
+
+    def __init__(self, sock: socket.socket, first: bytes = b"") -> None:
+        """`first`: what was read of it already."""
+        sock.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER)
+        self._sock, self._first = sock, first
+        self._loop = asyncio.get_event_loop()
+
+    async def read(self, size: int) -> bytes:
+        if self._first:
+            first, self._first = self._first[:size], self._first[size:]
+            return first
+        return await self._loop.sock_recv(self._sock, size)
+
+    async def read_exact(self, size: int) -> bytes:
+        parts = []
+        while size:
+            parts.append(await self.read(size))
+            if not parts[-1]:
+                raise LinkError("a lane ended in the middle of a chunk")
+            size -= len(parts[-1])
+        return b"".join(parts)
+
+    async def write_all(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._sock, data)
+
+    async def finish(self) -> None:
+        self._sock.shutdown(socket.SHUT_WR)
+
+    async def reset(self, _code: int) -> None:
+        self.close()
+
+    stop = reset
+
+    def close(self) -> None:
+        self._loop.call_soon(self._sock.close)   # whoever waits in it has let go by then

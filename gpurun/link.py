@@ -15,6 +15,7 @@ import asyncio
 import ctypes
 import os
 import re
+import socket
 import threading
 import traceback
 from concurrent.futures import CancelledError, Future, TimeoutError as FutureTimeoutError
@@ -25,7 +26,7 @@ from iroh import iroh_ffi
 
 from gpurun.errors import LinkError, LinkTimeoutError, RefusedError
 from gpurun.files import TEMP_PREFIX, atomic_write
-from gpurun.lanes import HEAD, MOST, READ_BYTES, Bundle, Growth, Known
+from gpurun.lanes import ASIDE, HEAD, MOST, READ_BYTES, Beside, Bundle, Growth, Known, SocketLane
 from gpurun.wire import TRANSFER_ALPN
 
 LANED = {TRANSFER_ALPN}       # bulk: a stream may get several connections
@@ -250,6 +251,18 @@ class _Lane:
         self.read, self.read_exact, self.stop = recv.read, recv.read_exact, recv.stop
 
 
+async def _head(lane: Any) -> Optional[Tuple[bytes, int]]:
+    """What a lane begins with: its stream's id and its number. None where it ended before."""
+    head = b""
+    while len(head) < HEAD.size:
+        more = await asyncio.wait_for(lane.read(HEAD.size - len(head)), HANDSHAKE_S)
+        if not more:
+            return None
+        head += more
+    bundle_id, number = HEAD.unpack(head)
+    return bundle_id, number
+
+
 class Connection:
     """A connection to one peer for one ALPN."""
 
@@ -264,6 +277,7 @@ class Connection:
         self.name = name or self.peer_id[:10]
         self.was_closed = False               # by the peer, with its word for it; one that is lost says nothing
         self.most_lanes = 1                   # that a stream of it has had at once
+        self.beside: Any = None               # a ways.Beside: another way there, for one more lane
 
     def open(self, timeout_s: float = 10.0) -> Stream:
         async def open_bi() -> Any:
@@ -285,8 +299,14 @@ class Connection:
             self.most_lanes = max(self.most_lanes, bundle.lanes + 1)
             return _Lane(await raw.open_bi()), lambda: raw.close(CLOSE_BYE, b""), HEAD.pack(bundle_id, number)
 
+        async def dial_beside(number: int) -> Tuple[Any, Callable[[], None], bytes]:
+            lane = SocketLane(await _in_thread(self.beside.open))
+            self.most_lanes = max(self.most_lanes, bundle.lanes + 1)
+            return lane, lane.close, HEAD.pack(bundle_id, number)
+
         growth = Growth(self._most, self._known) if self._again is not None and self._most > 1 else None
-        bundle = Bundle(self.broken, self.usual_rtt_s, dial, growth)
+        beside = Beside(self.beside.near, dial_beside) if self.beside is not None else None
+        bundle = Bundle(self.broken, self.usual_rtt_s, dial, growth, beside, self._known)
         bundle.add(0, _Lane(bi), head=HEAD.pack(bundle_id, 0))
         return bundle
 
@@ -320,6 +340,31 @@ class Connection:
 
     def close(self, code: int = CLOSE_BYE, reason: str = "") -> None:
         self._connection.close(code, reason.encode())
+        if self.beside is not None:
+            self.beside.close()
+
+
+async def _in_thread(work: Callable[[], socket.socket]) -> socket.socket:
+    """The socket that a call which blocks comes back with; closed where nobody waits for it any more."""
+    loop = asyncio.get_event_loop()
+    done = loop.create_future()
+
+    def settle(made: Optional[socket.socket], error: Optional[Exception]) -> None:
+        if not done.cancelled():
+            done.set_result(made) if error is None else done.set_exception(error)
+        elif made is not None:
+            made.close()
+
+    def call() -> None:
+        made, problem = None, None
+        try:
+            made = work()
+        except Exception as error:            # of a library, whatever it was
+            problem = error
+        loop.call_soon_threadsafe(settle, made, problem)
+
+    threading.Thread(target=call, name="beside", daemon=True).start()
+    return await done
 
 
 class Link:
@@ -481,14 +526,12 @@ class Link:
 
     async def _join(self, connection: Connection, bi: Any, handle: Callable[[Stream], None]) -> None:
         """A lane that a peer opened: the first one of a stream, or one more."""
-        lane, head = _Lane(bi), b""
+        lane = _Lane(bi)
         try:
-            while len(head) < HEAD.size:
-                more = await asyncio.wait_for(lane.read(HEAD.size - len(head)), HANDSHAKE_S)
-                if not more:
-                    return
-                head += more
-            bundle_id, number = HEAD.unpack(head)
+            head = await _head(lane)
+            if head is None:
+                return
+            bundle_id, number = head
             known = self._bundles.get((connection.peer_id, bundle_id))
             if known is not None and number and known.lanes <= LANES_AT_ONCE:
                 known.add(number, lane)
@@ -502,6 +545,22 @@ class Link:
                 del self._bundles[connection.peer_id, bundle_id]
         except (iroh.IrohError, asyncio.TimeoutError):
             pass                                                # it has said nothing that counts
+
+    def take_lane(self, peer_id: str, sock: socket.socket, first: bytes) -> None:
+        """A lane of a stream of that peer's, over a socket that `first` has come over already. Who it is wasn't proven, but the stream's id is known
+        to its two ends alone."""
+        async def join() -> None:
+            lane = SocketLane(sock, first)
+            try:
+                bundle_id, number = await _head(lane) or (b"", 0)
+            except (OSError, asyncio.TimeoutError):
+                bundle_id, number = b"", 0
+            known = self._bundles.get((peer_id, bundle_id))
+            if known is not None and number >= ASIDE:
+                known.add(number, lane, lane.close)
+            else:
+                lane.close()
+        self._loop.start(join())
 
     def _begin(self, stream: Stream, handle: Callable[[Stream], None]) -> None:
         if not self._streams.acquire(blocking=False):

@@ -252,6 +252,8 @@ def _serve(options: argparse.Namespace) -> int:
         # An agent that had iroh keeps its name without: it has the same runs.
         own_id = endpoint.id if endpoint is not None else str(before.get("id") or sockets.own_id(key_path))
         door, no_door = _open_door(folder, own_id)
+        if door is not None and endpoint is not None:
+            door.take_lane = endpoint.take_lane
         if endpoint is None and door is None:
             tell({"code": EXIT_NO_IROH, "reason": f"{no_iroh}; and no socket can be made for SSH: {no_door}"})
             return EXIT_NO_IROH

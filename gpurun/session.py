@@ -117,7 +117,7 @@ def dial_known(link: Callable[[], Link], node: Node, inbox: "SimpleQueue[Any]") 
             return None
         if ways.by_socket(known):
             return dial(link(), node, known, inbox, ways.KNOWN_S)
-        attempt = ways.Attempt(link(), known, ALPNS)
+        attempt = ways.Attempt(link(), node, known, ALPNS)
         way = attempt.result(ways.BESIDE_S)
         if way is not None:
             return Session(way, inbox, node.cluster.here)

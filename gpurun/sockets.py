@@ -6,7 +6,7 @@ its own machine, straight. One connection to the socket is one stream: its first
     {"alpn": "gpurun/control/1", "operator": "<id>"}
     {"id": "<the agent's id>"}          or  {"refused": "<why>"}
 
-and all else, both ways, is the stream's. The opener need not wait for the answer. The end of one direction is `finish`, a close is both.
+and all else, both ways, is the stream's; or with LANE_ALPN it is one more lane of a stream that came over UDP. The opener need not wait for the answer. The end of one direction is `finish`, a close is both.
 `Stream` and `Connection` do what those of link.py do; iroh is not needed here. The operator's id isn't proven by this line: who gets
 here is the node's own user, who may do all that the agent may.
 """
@@ -20,6 +20,7 @@ import json
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 import traceback
@@ -29,6 +30,7 @@ from typing import Any, Callable, Deque, Dict, Optional, Sequence, Tuple
 from gpurun.errors import LinkError, LinkTimeoutError, RefusedError
 from gpurun.files import atomic_write
 
+LANE_ALPN = b"gpurun/lane/1"
 READ_BYTES = 256 << 10
 SEND_BYTES = 1 << 18
 WRITES_IN_FLIGHT = 2          # so that reading a file and sending the block before it overlap
@@ -85,16 +87,26 @@ def _private(folder: str) -> None:
             raise OSError(errno.EPERM, f"it is there, and not a folder of user {os.getuid()} alone", folder) from None
 
 
-def connect(path: str, timeout_s: float) -> socket.socket:
-    """To a socket of this machine. OSError when nobody is there."""
+def connect(path: str, timeout_s: float, ours: bool = False) -> socket.socket:
+    """To a socket of this machine. OSError when nobody is there, or not a process of `ours`."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
         sock.connect(path)
+        if ours and _user_of(sock) != os.getuid():
+            raise OSError(errno.EPERM, "it is another user's", path)
         return sock
     except BaseException:
         sock.close()
         raise
+
+
+def _user_of(sock: socket.socket) -> int:
+    """Of the process that listens where this socket leads; -1 where the system doesn't say."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return -1
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
 
 
 class Stream:
@@ -258,6 +270,18 @@ class Stream:
             self._given_up = True
             self._moved.notify_all()
 
+    def detach(self, timeout_s: float) -> socket.socket:
+        """A socket of this machine that leads on to where this stream does, once the other side has taken it; nothing was read or written so far. The
+        stream itself is of no use any more."""
+        self.flush(timeout_s)
+        self.greeted(timeout_s)
+        with self._moved:
+            self._finished = True             # and the sending thread ends
+            self._moved.notify_all()
+        with self.connection._lock:
+            self.connection._streams.discard(self)
+        return self._sock if isinstance(self._sock, socket.socket) else _led_on(self._sock)
+
     def rate(self) -> Optional[float]:
         """Bytes per second that were lately taken while we wrote; None while too little was written to know."""
         return self._sent_bytes / self._sent_s if self._sent_bytes >= RATED_BYTES and self._sent_s > 0 else None
@@ -276,6 +300,51 @@ class Stream:
                 step()
             except (OSError, EOFError):
                 pass
+
+
+def _led_on(channel: Any) -> socket.socket:
+    """A socket whose other end two threads join to an SSH channel. It ends when the channel does, however that ended."""
+    here, there = socket.socketpair()
+    channel.settimeout(None)
+
+    def out() -> None:
+        try:
+            while True:
+                rest = memoryview(there.recv(READ_BYTES))
+                if not rest:
+                    break
+                while rest:
+                    rest = rest[channel.send(rest):]
+            channel.shutdown(socket.SHUT_WR)
+        except (OSError, EOFError):
+            channel.close()
+
+    def back() -> None:
+        try:
+            while True:
+                data = channel.recv(READ_BYTES)
+                if not data:
+                    break
+                there.sendall(data)
+            there.shutdown(socket.SHUT_WR)
+        except (OSError, EOFError):
+            channel.close()
+            try:
+                there.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    threads = [threading.Thread(target=one, name="led on", daemon=True) for one in (out, back)]
+
+    def close() -> None:
+        for thread in threads:
+            thread.join()
+        for one in (channel, there):
+            one.close()
+
+    for thread in threads + [threading.Thread(target=close, name="led on", daemon=True)]:
+        thread.start()
+    return here
 
 
 class Connection:
@@ -358,6 +427,7 @@ class Door:
         """Takes the place of a socket that an earlier agent left there; the folder is a private one. `alone`: and goes with it. OSError when it
         can't listen."""
         self.id, self.path, self._alpns, self._alone = agent_id, path, alpns, alone
+        self.take_lane: Optional[Callable[[str, socket.socket, bytes], None]] = None   # given a lane's operator, its socket and what came over it
         self._slots = threading.BoundedSemaphore(STREAMS_AT_ONCE)
         self._thread: Optional[threading.Thread] = None
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -417,12 +487,17 @@ class Door:
                 sock.close()
 
     def _handled(self, sock: socket.socket, authorized: Callable[[str], bool], handle: Callable[[Stream], None]) -> None:
-        stream = None
+        stream, taken = None, False
         try:
             said, rest = _first_line(sock)
             operator_id, alpn = str(said.get("operator")), str(said.get("alpn")).encode("utf-8", "replace")
             if not authorized(operator_id):
                 _answer(sock, {"refused": "this key is not in the agent's list of operators"})
+                return
+            if alpn == LANE_ALPN and self.take_lane is not None:
+                _answer(sock, {"id": self.id})
+                taken = True
+                self.take_lane(operator_id, sock, rest)
                 return
             if alpn not in self._alpns:
                 _answer(sock, {"refused": f"its agent doesn't speak {alpn[:40]!r}"})
@@ -439,7 +514,8 @@ class Door:
         finally:
             if stream is not None:
                 stream.abort()
-            sock.close()
+            if not taken:
+                sock.close()
             self._slots.release()
 
 

@@ -58,7 +58,7 @@ def dial(link: Link, node: Node, endpoint: Endpoint, alpns: Sequence[bytes], tim
     if over is not None or by_socket(endpoint):
         _look_at_udp(link, node, endpoint)
         return _over_socket(link, node, endpoint, alpns, over, check=True)
-    return Way(_over_udp(link, endpoint, alpns, timeout_s), endpoint)
+    return Way(_over_udp(link, node, endpoint, alpns, timeout_s), endpoint)
 
 
 def bring(link: Link, node: Node, alpns: Sequence[bytes], say: Say, progress: Progress, tried: "Attempt | None" = None, udp_s: float = 0.0,
@@ -81,7 +81,7 @@ def bring(link: Link, node: Node, alpns: Sequence[bytes], say: Say, progress: Pr
         if tried is not None and endpoint.process == tried.endpoint.process:   # the very same agent, which didn't answer all the while
             usual_s = max(SURE_S + 3 * (kept[0].rtt_s if kept else 0.0), usual_s - tried.for_s)
         try:
-            return Way(_over_udp(link, endpoint, alpns, min(usual_s, udp_s or usual_s)), endpoint)
+            return Way(_over_udp(link, node, endpoint, alpns, min(usual_s, udp_s or usual_s)), endpoint)
         except RefusedError:
             raise
         except LinkError as error:
@@ -100,21 +100,55 @@ def blocked(node: Node, endpoint: Endpoint) -> Endpoint:
     return node.remember(endpoint, blocked=True, retry_at=time.time() + RETRY_S)
 
 
+class Beside:
+    """Another way to an agent that UDP leads to, for bulk: on this machine its socket, elsewhere SSH, which is the faster one where packets are lost
+    and the host's TCP has BBR. Whether it is the link measures."""
+
+    def __init__(self, link: Link, node: Node, endpoint: Endpoint) -> None:
+        self.near = node.cluster.here or endpoint.addresses[0].startswith(("127.", "[::1]:"))
+        self._link, self._node, self._endpoint = link, node, endpoint
+        self._lock = threading.Lock()
+        self._connection: Any = None
+        self._closed = False
+
+    def open(self) -> socket.socket:
+        """A lane's socket, which the agent has taken. LinkError, RefusedError, SSHError, OSError."""
+        with self._lock:
+            if self._connection is None and not self._closed:
+                self._connection = self._connect()
+            if self._closed:
+                raise LinkError("it is over")
+            return self._connection.open(OPEN_S).detach(OPEN_S)
+
+    def _connect(self) -> sockets.Connection:
+        if not self.near:
+            return _over_socket(self._link, self._node, self._endpoint, [sockets.LANE_ALPN], self._node.log_in(lambda text: None, asks=False)).connections[0]
+        return sockets.Connection(sockets.LANE_ALPN, self._link.id, self._endpoint.agent_id, self._endpoint.node, dial=_straight(self._endpoint, ours=True))
+
+    def close(self) -> None:
+        """Doesn't wait for a login that is under way: that one ends with the process."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            if self._connection is not None:
+                self._connection.close()
+            self._lock.release()
+
+
 class Attempt:
     """A dial over UDP to a known agent, under way in a thread of its own."""
 
-    def __init__(self, link: Link, endpoint: Endpoint, alpns: Sequence[bytes]) -> None:
+    def __init__(self, link: Link, node: Node, endpoint: Endpoint, alpns: Sequence[bytes]) -> None:
         self.endpoint = endpoint
         self.error: GpurunError | None = None
         self._began = time.monotonic()
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._way: Way | None = None
         self._left = False
-        threading.Thread(target=self._dial, args=(link, alpns), name="dial", daemon=True).start()
+        threading.Thread(target=self._dial, args=(link, node, alpns), name="dial", daemon=True).start()
 
-    def _dial(self, link: Link, alpns: Sequence[bytes]) -> None:
+    def _dial(self, link: Link, node: Node, alpns: Sequence[bytes]) -> None:
         try:
-            way = Way(_over_udp(link, self.endpoint, alpns, KNOWN_S), self.endpoint)
+            way = Way(_over_udp(link, node, self.endpoint, alpns, KNOWN_S), self.endpoint)
             with self._lock:
                 if not self._left:
                     self._way = way
@@ -152,9 +186,13 @@ def _close(way: Way) -> None:
         connection.close()
 
 
-def _over_udp(link: Link, endpoint: Endpoint, alpns: Sequence[bytes], timeout_s: float) -> list[Any]:
+def _over_udp(link: Link, node: Node, endpoint: Endpoint, alpns: Sequence[bytes], timeout_s: float) -> list[Any]:
     """All handshakes at the same time: one round trip for all of them."""
-    return link.dial_all(endpoint.agent_id, endpoint.addresses, alpns, timeout_s, endpoint.node, endpoint.relay_url or None)
+    connections = link.dial_all(endpoint.agent_id, endpoint.addresses, alpns, timeout_s, endpoint.node, endpoint.relay_url or None)
+    if endpoint.socket:
+        for connection in connections:
+            connection.beside = Beside(link, node, endpoint)
+    return connections
 
 
 def _over_socket(link: Link, node: Node, endpoint: Endpoint, alpns: Sequence[bytes], ssh: Any, check: bool = False) -> Way:
@@ -170,10 +208,11 @@ def _over_socket(link: Link, node: Node, endpoint: Endpoint, alpns: Sequence[byt
     return Way([sockets.Connection(alpn, link.id, endpoint.agent_id, endpoint.node, way, dial, closed, check) for alpn in alpns], endpoint)
 
 
-def _straight(endpoint: Endpoint) -> Callable[[float], socket.socket]:
+def _straight(endpoint: Endpoint, ours: bool = False) -> Callable[[float], socket.socket]:
+    """`ours`: only to a process of this user's."""
     def dial(timeout_s: float) -> socket.socket:
         try:
-            return sockets.connect(endpoint.socket, timeout_s)
+            return sockets.connect(endpoint.socket, timeout_s, ours)
         except OSError as error:
             raise LinkError(f"nobody is at the agent's socket {endpoint.socket}: {error.strerror or error}") from None
     return dial
@@ -209,7 +248,7 @@ def _look_at_udp(link: Link, node: Node, endpoint: Endpoint) -> None:
     def look() -> None:
         from gpurun.wire import CONTROL_ALPN
         try:
-            for connection in _over_udp(link, endpoint, [CONTROL_ALPN], RELAYED_S if endpoint.relay != "disabled" else KNOWN_S):
+            for connection in _over_udp(link, node, endpoint, [CONTROL_ALPN], RELAYED_S if endpoint.relay != "disabled" else KNOWN_S):
                 connection.close()
             found = {"blocked": False, "retry_at": 0.0}
         except GpurunError:
