@@ -3,7 +3,8 @@
 The node's half and the protocol are in `transfer.py`. The operator remembers, for each agent, which trees it brought there last and the
 listing of the last one: a tree that is there already costs one round trip and no listing; of another one the difference to the last goes, and
 contents that weren't in that go along unasked, as long as it costs about what the round trip would that it saves. All of it is a guess that
-the node puts right: what it has is thrown away there, what it lacks it asks for. The memory may be lost at any time.
+the node puts right: what it has is thrown away there, what it lacks it asks for, before that has come. The memory may be lost at any time; an agent of
+which nothing is remembered is taken to have nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from gpurun.paths import cache_dir
 from gpurun.transfer import ALONG_PACKED, BLOCK, ChangedError, Channel, Progress, Pushed, number_in, send_file
 
 INLINE_LISTING = 1 << 20        # a listing up to this size goes to an agent of which nothing is known too: packed, it costs no more than a round trip
-ALONG_BYTES = 1 << 20           # of contents that go unasked, at most
+ALONG_BYTES = 1 << 20           # of contents that go unasked, at most: a connection's window takes longer to open so far than the node's answer to come
 ALONG_LEAST = 32 << 10
 ALONG_BYTES_S = 12.5e6          # what a link is taken to do when the cost of a round trip is weighed
 TREES = 16                      # remembered for an agent
 LONGEST_LISTING = 24 << 20      # of some 150,000 entries, packed to a third; of larger trees none is remembered
 AGENTS = 20                     # remembered at all
 VERSION = 1
+_doubted: set[str] = set()      # where it is remembered what went to the agents that this process met and that didn't understand a guess
 
 
 class _MisunderstoodError(LinkError):
@@ -61,8 +63,8 @@ class _Push:
         channel, memory, tree = self._channel, self._memory, self._tree
         lists = tree not in memory.trees and (bool(memory.trees) or len(self._encoded) <= INLINE_LISTING)
         old, contents = memory.last() if lists else ({}, set())
-        along = self._along(contents) if old else []
-        request: dict[str, Any] = {"type": "Push", "tree": tree, "listing": lists, "packs": packing.known(), "along": bool(along)}
+        along = self._along(contents) if old or memory.is_new and lists else []
+        request: dict[str, Any] = {"type": "Push", "tree": tree, "listing": lists, "packs": packing.known(), "along": bool(along), "early": True}
         if old:
             request["base"] = memory.trees[0]
         channel.put(request)
@@ -76,7 +78,7 @@ class _Push:
             answer = channel.answer()
         except TransferError as error:
             if along or "base" in request:
-                memory.forget()                 # if that was it: next time nothing is guessed
+                memory.doubt()                  # if that was it: next time nothing is guessed
                 raise _MisunderstoodError(str(error)) from None
             raise
         if answer.get("have") == "nothing":
@@ -85,15 +87,16 @@ class _Push:
             channel.writer.flush()
             answer = channel.answer()
         elif along and answer.get("along") is not True:
-            memory.forget()
+            memory.doubt()
             raise _MisunderstoodError("the agent there is another one than last time, and of an older version: it didn't expect what went along")
-        came, came_bytes = (number_in(answer, "came"), number_in(answer, "came_bytes")) if along else (0, 0)
+        early = along if answer.get("early") is True else []
+        came, came_bytes = (number_in(answer, "came"), number_in(answer, "came_bytes")) if along and not early else (0, 0)
         files = size = 0
         if answer.get("have") == "tree":
             if came:
                 self._progress(came_bytes, came_bytes, "")
         else:
-            files, size = self._send_wanted(answer, came_bytes)
+            files, size = self._send_wanted(answer, came_bytes, early)
         channel.finish()
         if self._changed:
             raise ChangedError(self._changed)
@@ -128,8 +131,8 @@ class _Push:
         sent = send_file(self._channel, manifest.local_path(self._root, entry.path), entry.size, entry.sha256, moved, start)
         self._changed = self._changed or sent
 
-    def _send_wanted(self, answer: dict[str, Any], done: int) -> tuple[int, int]:
-        """What the node asks for; how many contents, how many bytes. `done` bytes are there already."""
+    def _send_wanted(self, answer: dict[str, Any], done: int, along: list[int]) -> tuple[int, int]:
+        """What the node asks for; how many contents, how many bytes. `done` bytes are there already; what went `along` it may name too."""
         channel = self._channel
         lacking, size = number_in(answer, "contents"), number_in(answer, "bytes")
         channel.packs([answer.get("packs")])
@@ -137,19 +140,23 @@ class _Push:
         if not isinstance(begun, dict):
             raise WireError("begun must say which contents are there in part")
         wanted = b"".join(channel.read_packed(b"W", len(self._entries) // 8 + 1))
-        files, total = 0, done + size
+        files, sent, total, gone = 0, 0, done + size, set(along)
         self._progress(done, total, "")
         for index, entry in enumerate(self._entries):
             if index >> 3 < len(wanted) and wanted[index >> 3] & (1 << (index & 7)):
                 if entry.kind != "file":
                     raise WireError("the node asked for the contents of something that is no file")
                 files += 1
-                start = number_in(begun, str(index)) if str(index) in begun else 0
-                self._send(entry, lambda more, name=entry.path: self._progress(done + more, total, name), start)
+                if index not in gone:
+                    start = number_in(begun, str(index)) if str(index) in begun else 0
+                    self._send(entry, lambda more, name=entry.path: self._progress(done + more, total, name), start)
+                    sent += 1
                 done += entry.size
         if files != lacking:
             raise WireError(f"the node asked for {lacking} contents and named {files}")
-        channel.writer.frame(b"Z")
+        self._progress(done, total, "")
+        if sent or not along:
+            channel.writer.frame(b"Z")
         channel.writer.flush()
         stored = number_in(channel.answer(), "stored")
         if stored != files and not self._changed:
@@ -169,12 +176,13 @@ class _Memory:
         """Without an id nothing is remembered."""
         self._path = os.path.join(cache_dir(), "pushed", agent_id) if manifest.is_hash(agent_id) else ""
         self.trees: list[str] = []              # the last one first
+        self.is_new = bool(self._path) and self._path not in _doubted       # nothing is known of this agent: most likely it has nothing of ours
         self._has_listing = False               # of the last one; and the agent knows what to do with a difference to it
         try:
             with open(self._path, "rb") as stream:
                 known = json.loads(stream.readline(64 << 10))
             if known.get("version") == VERSION and all(isinstance(tree, str) for tree in known["trees"]):
-                self.trees, self._has_listing = known["trees"], known.get("listing") is True
+                self.trees, self._has_listing, self.is_new = known["trees"], known.get("listing") is True, False
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass                                # nothing is remembered
 
@@ -217,7 +225,9 @@ class _Memory:
         except OSError:
             pass
 
-    def forget(self) -> None:
+    def doubt(self) -> None:
+        """The next push goes without guesses."""
+        _doubted.add(self._path)
         try:
             os.unlink(self._path)
         except OSError:

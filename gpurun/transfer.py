@@ -13,9 +13,10 @@ no such frames. In a push, where the operator sends, it offers both ways and the
 knows it, in seconds or null; a node that is reached through SSH can't know it.
 
 Push, operator to node: the contents of a tree into the node's cache.
-    > J {"type":"Push","tree":"<tree id>","listing":true,"packs":["deflate"],"base":"<tree id>","along":true}   `listing`: L frames follow at
-      once. `base`: they are the difference to that tree's listing (`listings.py`); a node that hasn't that answers "nothing". `along` (only with a listing): A frames behind it, a bitmap by zlib, one bit an entry, of contents that the operator thinks the node lacks, a; then these,
-      as below but without Z, packed by "deflate" if at all
+    > J {"type":"Push","tree":"<tree id>","listing":true,"packs":["deflate"],"base":"<tree id>","along":true,"early":true}   `listing`: L frames
+      follow at once. `base`: they are the difference to that tree's listing (`listings.py`); a node that hasn't that answers "nothing". `along` (only
+      with a listing): A frames behind it, a bitmap by zlib, one bit an entry, of contents that the operator thinks the node lacks, a; then these, as
+      below but without Z, packed by "deflate" if at all. `early`: the answer isn't to wait for them, and names them too
     < J {"have":"tree","along":true,"came":2,"came_bytes":812}   all of it is there: done. `along`: this agent knows `along` and `base`; `came`: so
                                                           many of the contents that came along were taken, the rest was here
     < J {"have":"nothing"}                                now send the whole listing, nothing along, and read the next J
@@ -24,7 +25,7 @@ Push, operator to node: the contents of a tree into the node's cache.
                                                           `begun`: of entry 3 the node has that many bytes
     > for each wanted entry in order: D frames with the bytes, E when that was all (the listing has its hash);
       or X with a reason when the file isn't any more what the listing says (then the operator lists and pushes again)
-    > Z
+    > Z (after an early answer only if some were still to be sent)
     < J {"stored":12,"bytes":4096}
 
 Pull, node to operator: the outputs of a run, once none of its processes is left.
@@ -269,7 +270,7 @@ class Channel:
                 payload = unpack.unconsumed_tail
 
     def reason(self, broken: LinkError) -> GpurunError:
-        """Why writing failed: the other side's own word, if it gave one before it stopped reading."""
+        """Why writing failed: the other side's own word, if it gave one."""
         try:
             while True:
                 self.frame_within(LAST_WORD_S)
@@ -283,13 +284,6 @@ def number_in(fields: Dict[str, Any], name: str) -> int:
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise WireError(f"{name} must be a number, not {str(value)[:40]!r}")
-    return value
-
-
-def _text(fields: Dict[str, Any], name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or len(value) > 4096:
-        raise WireError(f"{name} must be a text, not {str(value)[:40]!r}")
     return value
 
 
@@ -350,9 +344,9 @@ def send_file(channel: Channel, path: str, size: int, sha256: str, moved: Callab
 
 def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: Callable[[str], None]) -> None:
     """Node: takes what is lacking into the cache; `arrived(tree id)` once all of it is there."""
-    tree = _text(header, "tree")
-    if not manifest.is_hash(tree):
-        raise WireError("tree must be a SHA-256")
+    tree = header.get("tree")
+    if not isinstance(tree, str) or not manifest.is_hash(tree):
+        raise WireError(f"tree must be a SHA-256, not {str(tree)[:40]!r}")
     lists, along = header.get("listing") is True, header.get("listing") is True and header.get("along") is True
     base: Optional[Iterator[bytes]] = None
     with channel.at_work():                                     # after a boot of the node all of it is hashed
@@ -364,7 +358,7 @@ def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: 
             _drop_listing(channel, along)
         return
     if lists and header.get("base"):
-        if manifest.is_hash(_text(header, "base")):
+        if manifest.is_hash(str(header["base"])):
             base = listings.lines_of(os.path.join(store.root, "cache", "trees", header["base"]))
         if base is None:
             _drop_listing(channel, along)
@@ -374,7 +368,7 @@ def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: 
     try:
         listing = store.incoming()
         try:
-            _take_tree(channel, tree, store, listing, base, packing.chosen(header.get("packs")), along, arrived)
+            _take_tree(channel, tree, store, listing, base, packing.chosen(header.get("packs")), along, along and header.get("early") is True, arrived)
         finally:
             listing.drop()
     except OSError as error:
@@ -408,7 +402,7 @@ def _drop_content(channel: Channel) -> None:
 
 
 def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, base: Optional[Iterator[bytes]], packs: str, along: bool,
-               arrived: Callable[[str], None]) -> None:
+               early: bool, arrived: Callable[[str], None]) -> None:
     count = 0
 
     def entries() -> Iterator[Entry]:
@@ -423,7 +417,16 @@ def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, bas
             listing.write(part)
             yield part
 
-    came = came_bytes = 0
+    def ask() -> None:
+        bitmap = bytearray(count // 8 + 1)
+        for index in lacking:
+            bitmap[index >> 3] |= 1 << (index & 7)
+        channel.put({"have": "listing", "contents": len(lacking), "bytes": size, "packs": packs, "along": True, "early": early, "came": came,
+                     "came_bytes": came_bytes, "begun": {str(index): begun[index].size for index in begun if index in lacking}})
+        channel.send_packed(b"W", (bytes(bitmap),))
+        channel.writer.flush()
+
+    came = came_bytes = stored = stored_bytes = broken = 0
     begun: Dict[int, Incoming] = {}
     try:
         with channel.at_work():
@@ -434,28 +437,31 @@ def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, bas
                 partial = _begun(store, entry.sha256)
                 if partial is not None:
                     begun[index] = partial
-        store.check_room(sum(entry.size for entry in lacking.values()) - sum(partial.size for partial in begun.values()),
-                         "the workspace in the node's cache")
+        size = sum(entry.size for entry in lacking.values())
+        store.check_room(size - sum(partial.size for partial in begun.values()), "the workspace in the node's cache")
+        early = early and bool(lacking)
+        if early:
+            ask()
         for index in _come_along(channel) if along else ():
             if index not in lacking:
                 _drop_content(channel)
             elif _take_content(channel, store, lacking[index], None, lacking[index].size):
                 came, came_bytes = came + 1, came_bytes + lacking[index].size
                 del lacking[index]
-        size, stored, stored_bytes = sum(entry.size for entry in lacking.values()), 0, 0
-        if lacking:
-            bitmap = bytearray(count // 8 + 1)
-            for index in lacking:
-                bitmap[index >> 3] |= 1 << (index & 7)
-            channel.put({"have": "listing", "contents": len(lacking), "bytes": size, "packs": packs, "along": True, "came": came,
-                         "came_bytes": came_bytes, "begun": {str(index): begun[index].size for index in begun if index in lacking}})
-            channel.unpacks(packs)
-            channel.send_packed(b"W", (bytes(bitmap),))
-            channel.writer.flush()
+            elif early:                                         # and asked for already
+                broken += 1
+                del lacking[index]
+        if early:
+            stored, stored_bytes = came, came_bytes
+        elif lacking:
+            size -= came_bytes
+            ask()
+        channel.unpacks(packs)
         for index, entry in lacking.items():
             if _take_content(channel, store, entry, begun.pop(index, None), size - stored_bytes):
-                stored += 1
-                stored_bytes += entry.size
+                stored, stored_bytes = stored + 1, stored_bytes + entry.size
+            else:
+                broken += 1
     finally:
         for index, partial in begun.items():
             if index in lacking:
@@ -464,10 +470,10 @@ def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, bas
                 partial.drop()                                  # it came along, whole
     if lacking and channel.frame()[0] != b"Z":
         raise WireError("more contents than were asked for")
-    if stored == len(lacking):
+    if not broken:
         listing.keep_tree()
         arrived(tree)
-    if lacking:
+    if lacking or early:
         channel.say(stored=stored, bytes=stored_bytes)
     else:
         channel.say(have="tree", along=True, came=came, came_bytes=came_bytes)
@@ -504,16 +510,13 @@ def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Option
             _arriving[key] = arriving                           # before an earlier one, which may be that of a killed operator
         while True:
             kind, payload = channel.frame()
-            if kind == b"D":
-                if incoming.size + len(payload) > entry.size:
-                    raise WireError(f"'{quote_name(entry.path)}' is longer than the listing says")
-                incoming.write(payload)
-            elif kind == b"E":
-                return incoming.keep(entry.sha256, entry.size)
-            elif kind == b"X":
-                return False
-            else:
+            if kind in (b"E", b"X"):
+                return kind == b"E" and incoming.keep(entry.sha256, entry.size)
+            if kind != b"D":
                 raise WireError(f"a frame {kind!r} inside a file")
+            if incoming.size + len(payload) > entry.size:
+                raise WireError(f"'{quote_name(entry.path)}' is longer than the listing says")
+            incoming.write(payload)
     except LinkError:
         if incoming is not None:
             store.keep_partial(entry.sha256, incoming)

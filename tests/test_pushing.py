@@ -18,15 +18,16 @@ AGENT = "a1" * 32
 
 
 class Trips:
-    """Pushes to one agent, and how often the operator waited for an answer of the node each time."""
+    """Pushes to one agent, and how often the operator waited for an answer of the node each time. An early one comes while it still sends."""
 
     def __init__(self, monkeypatch):
         self.answers = 0
         really = transfer.Channel.answer
 
         def answer(channel):
-            self.answers += channel.stream.connection.peer_id == AGENT
-            return really(channel)
+            said = really(channel)
+            self.answers += channel.stream.connection.peer_id == AGENT and said.get("early") is not True
+            return said
 
         monkeypatch.setattr(transfer.Channel, "answer", answer)
 
@@ -42,8 +43,7 @@ def trips(monkeypatch):
 
 def test_a_changed_tree_is_stored_after_one_round_trip_and_so_is_an_unchanged_one_without_a_listing(trips, store, tree):
     write_files(tree, {f"f{number}": b"%d" % number * 1000 for number in range(100)})
-    trips.push(store, tree)
-    assert trips.answers == 2
+    assert trips.push(store, tree) == (100, 190_000) and trips.answers == 1       # of an agent that isn't known it is guessed that it has nothing
     assert trips.push(store, tree) == (0, 0) and trips.answers == 1 and push.stream.written < 250
     write_files(tree, {"f7": b"changed", "new": b"new" * 1000})
     arrived, seen = [], []
@@ -143,8 +143,44 @@ def test_what_goes_unasked_costs_no_more_than_the_round_trip_and_the_rest_is_ask
     write_files(tree, {"first": b"1"})
     trips.push(store, tree)
     write_files(tree, {f"f{number:02}": random.Random(number).randbytes(100_000) for number in range(30)})
-    assert trips.push(store, tree, rtt_s=0.04) == (30, 3_000_000) and trips.answers == 2          # 0.5 MB of it went along
-    assert push.stream.written < 3_010_000
+    seen = []
+    assert trips.push(store, tree, rtt_s=0.04, progress=lambda *args: seen.append(args[:2])) == (30, 3_000_000)    # 0.5 MB of it went along
+    assert push.stream.written < 3_010_000 and seen == sorted(seen) and seen[0] == (0, 3_000_000) and seen[-1] == (3_000_000, 3_000_000)
+    cache_is_sound(store)
+
+
+def test_the_node_says_what_it_lacks_before_it_has_what_comes_along(store, tree):
+    write_files(tree, {f"f{number}": b"%d" % number * 1000 for number in range(9)})
+    entries, encoded = listed(tree)
+    arrived = []
+    with node(lambda channel, header: transfer.serve_push(channel, header, store, arrived.append)) as stream:
+        channel = transfer.Channel(stream)
+        channel.put({"type": "Push", "tree": manifest.tree_id(encoded), "listing": True, "along": True, "early": True})
+        channel.send_packed(b"L", [encoded])
+        channel.send_packed(b"A", [b"\xff\x00"])
+        channel.writer.flush()
+        answer = channel.answer()                                     # and nothing else has gone there yet
+        assert (answer["contents"], answer["bytes"], answer["early"]) == (9, 9000, True)
+        assert b"".join(channel.read_packed(b"W", 100)) == b"\xff\x01"
+        for entry in entries:
+            transfer.send_file(channel, str(tree / entry.path), entry.size, entry.sha256, lambda moved: None)
+        assert arrived == []
+        channel.writer.frame(b"Z")
+        channel.writer.flush()
+        assert channel.answer() == {"stored": 9, "bytes": 9000}
+        channel.finish()
+    assert arrived == [manifest.tree_id(encoded)]
+    cache_is_sound(store)
+
+
+def test_an_agent_that_does_not_answer_early_is_sent_what_it_asks_for_when_it_has_what_came_along(trips, store, tree, monkeypatch):
+    really = transfer.Channel.put
+    monkeypatch.setattr(transfer.Channel, "put", lambda self, fields: really(self, {name: fields[name] for name in fields if name != "early"}))
+    write_files(tree, {f"f{number}": random.Random(number).randbytes(20_000) for number in range(5)})
+    assert trips.push(store, tree) == (5, 100_000) and trips.answers == 2         # 32 KiB of it went along
+    assert push.stream.written < 102_000
+    write_files(tree, {"f0": b"changed"})
+    assert trips.push(store, tree) == (1, 7) and trips.answers == 1
     cache_is_sound(store)
 
 
@@ -215,7 +251,7 @@ def test_a_memory_that_is_damaged_or_gone_is_none(trips, store, tree, remembered
     else:
         (remembered / AGENT).write_bytes(damage)
     write_files(tree, {"b": b"b"})
-    assert trips.push(store, tree) == (1, 1) and trips.answers == 2
+    assert trips.push(store, tree) == (1, 1) and trips.answers == 1 and push.stream.written > 250         # the listing went
 
 
 def test_what_is_remembered_stays_small(trips, store, tree, remembered, monkeypatch):
@@ -242,4 +278,16 @@ def test_an_agent_of_an_older_version_in_the_place_of_the_one_that_was_known_get
     with pytest.raises(LinkError, match="of an older version"):       # after that the operator pushes again
         trips.push(store, tree)
     assert trips.push(store, tree) == (1, 1)
+    cache_is_sound(store)
+
+
+def test_a_first_push_to_an_agent_of_an_older_version_is_done_again_without_anything_along(trips, store, tree, remembered, monkeypatch):
+    write_files(tree, {"a": b"a"})
+    really = transfer.Channel.put
+    monkeypatch.setattr(transfer.Channel, "put", lambda self, fields: really(self, {name: fields[name] for name in fields if name not in ("along", "early")}))
+    remembered.parent.mkdir(parents=True)
+    remembered.write_bytes(b"no folder, so nothing can be written down")
+    with pytest.raises(LinkError, match="of an older version"):       # after that the operator pushes again
+        trips.push(store, tree)
+    assert trips.push(store, tree) == (1, 1) and trips.answers == 2
     cache_is_sound(store)

@@ -283,7 +283,7 @@ SHA = hashlib.sha256(b"data").digest()
 @pytest.mark.parametrize("frames, says", [
     (request(file_line("a"), tree="0" * 64), "isn't the one that was announced"),
     (request(file_line("a"), tree="../../x"), "tree must be a SHA-256"),
-    (request(file_line("a"), tree=7), "tree must be a text"),
+    (request(file_line("a"), tree=7), "tree must be a SHA-256"),
     (request(file_line("../a")), "may not be used"),
     (request(file_line("/a")), "may not be used"),
     (request(file_line("a") * 2), "second entry"),
