@@ -1,10 +1,13 @@
-"""A workdir made ahead: a moment after a run has its own, one more of the same tree, which the next run takes over by a rename.
+"""A workdir made ahead, of two kinds. A spare: a moment after a run has its own, one more of the same tree, which the next run takes over by a rename.
+And of a tree that is new here, while its contents come (`Ahead`), for the run that waits for it.
 
 Making 100,000 files takes seconds, and the next run's tree is most often the same, or the same but for a few files. The spare is made from
 the cache like any workdir. Before it is used everything in it is looked at (not read): names, sizes, times and modes must be those of its listing, and
 no file's ctime, which nobody can set back, may be later than the end of its making. Else it is thrown away and the workdir is made anew.
 What differs between the two trees is then removed and copied. One spare is kept, of many small files only, and only while the agent lives:
 what an earlier one left may have been torn by a power loss.
+
+What `Ahead` makes is used as it is: it takes as long as the push, and the run takes it over at once.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import contextlib
 import itertools
 import os
 import threading
-from typing import TYPE_CHECKING, Callable, Iterable, Iterator, List, Optional, Tuple
+import time
+from typing import TYPE_CHECKING, Callable, Collection, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from gpurun import manifest
 from gpurun.errors import GpurunError
-from gpurun.files import free_bytes, remove_tree
+from gpurun.files import free_bytes, remove_tree, write_all
 from gpurun.manifest import Entry
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ MOST_BYTES = 256 << 20          # it takes this much of the disk, and the disk m
 FREE_TIMES = 10                 # times as much free
 PAUSE_S = 0.25                  # the run that has just begun comes first
 MOST_CHANGED = 4                # a tree of which more than this part (a fourth) is another is made anew
+MOST_HELD = 10000               # entries that are held in memory while the contents of the others come
+FRESH_S = 60.0                  # what was made ahead of a run that doesn't come goes
 
 Fill = Callable[[Iterable[Entry], str], object]     # makes the entries, files in private folders, in a folder that is there
 
@@ -47,6 +53,74 @@ class _Made:
         self.thread: Optional[threading.Thread] = None
 
 
+class Ahead:
+    """A tree's workdir while its contents come: each is written there too, from memory, once it is checked. Used by the push alone until it is whole."""
+
+    def __init__(self, path: str) -> None:
+        """Makes nothing yet."""
+        self.path, self.off = path, False       # off: it isn't worth it, or can't be had
+        self.folders: List[Entry] = []
+        self.rest: List[Entry] = []             # what doesn't come: it is here, or has no contents
+        self.files = self.size = 0
+        self.made_at = 0.0
+        self._begun = False
+
+    def here(self, entry: Entry) -> None:
+        """One whose contents won't come."""
+        self.files += entry.kind == "file"
+        self.size += entry.size
+        if not self.off:
+            (self.folders if entry.kind == "dir" else self.rest).append(entry)
+            self.off = len(self.folders) + len(self.rest) > MOST_HELD
+            if self.off:
+                self.folders, self.rest = [], []
+
+    def begin(self, coming: Collection[Entry]) -> None:
+        """All others, whose contents come now. If it is worth it."""
+        self.files += len(coming)
+        self.size += sum(entry.size for entry in coming)
+        try:
+            if (self.off or len(coming) < FEWEST_FILES or len(self.rest) * MOST_CHANGED > self.files or self.size > MOST_BYTES
+                    or free_bytes(os.path.dirname(self.path)) < self.size * FREE_TIMES):
+                self.off = True
+                return
+            os.mkdir(self.path, 0o700)
+            self._begun = True
+            for folder in self.folders:
+                os.mkdir(manifest.local_path(self.path, folder.path), 0o700)
+        except OSError:
+            self.off = True
+
+    def add(self, entry: Entry, parts: Sequence[bytes]) -> None:
+        """One whose contents have come; no `parts` where they aren't in memory."""
+        if self.off:
+            return
+        if not parts:
+            self.rest.append(entry)
+            return
+        try:
+            fd = os.open(manifest.local_path(self.path, entry.path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                for part in parts:
+                    write_all(fd, part)
+                os.fchmod(fd, entry.mode)
+                os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
+            finally:
+                os.close(fd)
+        except OSError:
+            self.off = True
+
+    def drop_unless_whole(self) -> None:
+        if not self.made_at:
+            self.drop()
+
+    def drop(self) -> None:
+        self.off = True
+        if self._begun:
+            with contextlib.suppress(OSError):
+                remove_tree(self.path)
+
+
 class Spare:
     """Keeps it in `folder`. Used by several threads; never a reason for a run to fail."""
 
@@ -55,6 +129,34 @@ class Spare:
         self._lock = threading.Lock()
         self._number = 0
         self.one: Optional[_Made] = None
+        self._arrived: Tuple[str, Optional[Ahead]] = ("", None)      # of the tree whose listing is in this file
+
+    def arrived(self, listing: str, ahead: Ahead) -> None:
+        """All contents are in the cache, and in what was made ahead; its run takes it next."""
+        if ahead.off:
+            return
+        ahead.made_at = time.monotonic()
+        with self._lock:
+            (_, last), self._arrived = self._arrived, (listing, ahead)
+        if last is not None:
+            last.drop()
+
+    def take_arrived(self, wanted: "Tree", workdir: str) -> Optional[Tuple[int, int]]:
+        """As `take`, for a tree that has just come."""
+        with self._lock:
+            (listing, ahead), self._arrived = self._arrived, ("", None)
+        try:
+            if ahead is None or listing != wanted.path or time.monotonic() - ahead.made_at > FRESH_S:
+                return None
+            os.rename(ahead.path, workdir)
+            self._fill(ahead.rest, workdir)
+            manifest.finish_folders(workdir, ahead.folders)
+            return ahead.files, ahead.size
+        except (OSError, GpurunError):
+            return None
+        finally:
+            if ahead is not None:
+                ahead.drop()
 
     def prepare(self, tree: "Tree", files: int, size: int) -> None:
         """Begins to make one of this tree, in a thread, if it is worth it. `size` in bytes."""
@@ -92,6 +194,9 @@ class Spare:
         """Removes what is there, for its room, or because an earlier agent left it."""
         with self._lock:
             one, self.one = self.one, None
+            (_, ahead), self._arrived = self._arrived, ("", None)
+        if ahead is not None:
+            ahead.drop()
         if one is not None and one.thread is not None:
             one.unwanted.set()
             one.thread.join()

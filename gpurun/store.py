@@ -2,7 +2,7 @@
 
     cache/contents/ab/cdef…    a file's bytes, named by their SHA-256; never written again once in place
     cache/trees/<tree id>      a listing (`manifest.encode`), checked line by line, all of whose contents were here when it was put in place
-    cache/incoming/            what is on its way; emptied when the agent starts
+    cache/incoming/            what is on its way, and the workdir of a tree that is; emptied when the agent starts
     cache/spare/               the next run's workdir, made ahead (`spare`)
     runs/<run id>/work/        a run's workdir: copies (reflinks where the file system can), never links, so a job can't write into the cache
 
@@ -21,12 +21,12 @@ import hashlib
 import os
 import threading
 import time
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 from gpurun import manifest
 from gpurun.errors import TransferError, WorkspaceError
 from gpurun.files import FULL, atomic_write, exact_bytes, free_bytes, make_private_dir, remove_tree, write_all
-from gpurun.spare import Spare
+from gpurun.spare import Ahead, Spare
 
 COPY_BYTES = 1 << 20
 SMALL_BYTES = 256 << 10         # a content up to this size is checked in memory and written in one go
@@ -123,14 +123,22 @@ class Store:
         """Whether nobody but us has touched it since it was verified, and no power loss lies between."""
         return found.st_mtime_ns % SECOND_NS == MARK_NS and found.st_mtime_ns // SECOND_NS >= self._booted
 
-    def lacks(self, entries: Iterable[manifest.Entry]) -> Iterator[Tuple[int, manifest.Entry]]:
-        """(index, entry) of those whose contents have to be sent: each content once, none for empty files."""
+    def lacks(self, entries: Iterable[manifest.Entry], others: Callable[[manifest.Entry], None] = lambda entry: None) -> Iterator[Tuple[int, manifest.Entry]]:
+        """(index, entry) of those whose contents have to be sent: each content once, none for empty files. `others` is told of all other entries."""
         asked = set()
         for index, entry in enumerate(entries):
             if entry.size and entry.sha256 not in asked:
                 asked.add(entry.sha256)
                 if not self.has(entry.sha256, entry.size):
                     yield index, entry
+                    continue
+            others(entry)
+
+    def ahead(self) -> Ahead:
+        """For the workdir of a tree that comes."""
+        with self._lock:
+            self._number += 1
+            return Ahead(os.path.join(self._incoming, f"work-{self._number}"))
 
     def incoming(self) -> "Incoming":
         self._touched = time.monotonic()
@@ -235,6 +243,13 @@ class Store:
             raise TransferError(f"no room for {what} on the node: {self.root} has {exact_bytes(free)} free, needed are "
                                 f"{exact_bytes(needed_bytes + RESERVE_BYTES)}. Free some, or use a node with a larger disk.")
 
+    def not_stored(self, what: str, error: OSError, needed: int) -> TransferError:
+        text = f"{what} could not be stored on the node in {self.root}: {error.strerror or error}"
+        if error.errno in FULL:
+            text += (f"; {exact_bytes(free_bytes(self.root))} are free" + (f" and {exact_bytes(needed)} still needed" if needed else "")
+                     + ". Free some, or use a node with a larger disk.")
+        return TransferError(text)
+
     # ---- workdirs ------------------------------------------------------------------------------------------------------
 
     def materialize(self, entries: Iterable[manifest.Entry], workdir: str) -> Tuple[int, int]:
@@ -245,7 +260,7 @@ class Store:
         fresh, made = workdir + ".new", [0, 0]
         try:
             remove_tree(fresh)
-            taken = self.spare.take(entries, fresh) if isinstance(entries, Tree) else None
+            taken = self.spare.take_arrived(entries, fresh) or self.spare.take(entries, fresh) if isinstance(entries, Tree) else None
             if taken is not None:
                 made = list(taken)
             else:
@@ -405,13 +420,13 @@ class Incoming:
 
     def __init__(self, store: Store) -> None:
         self._store, self._path, self._fd = store, "", -1
-        self._parts: List[bytes] = []           # as long as it is small
+        self.parts: List[bytes] = []            # as long as it is small
         self._hash = hashlib.sha256()
         self.size = 0
 
     def write(self, data: bytes) -> None:
         if self._fd < 0 and self.size + len(data) <= SMALL_BYTES:
-            self._parts.append(bytes(data))
+            self.parts.append(bytes(data))
         else:
             self._spill()
             write_all(self._fd, data)
@@ -421,9 +436,9 @@ class Incoming:
     def _spill(self) -> None:
         if self._fd < 0:
             self._path, self._fd = self._store._open_incoming()
-            for part in self._parts:
+            for part in self.parts:
                 write_all(self._fd, part)
-            self._parts = []
+            self.parts = []
 
     def sha256(self) -> str:
         return self._hash.hexdigest()
@@ -433,19 +448,21 @@ class Incoming:
         if self.sha256() != sha256 or self.size != size:
             self.drop()
             return False
-        if self._fd >= 0 or not self._store._put(sha256, self._parts):
+        if self._fd >= 0 or not self._store._put(sha256, self.parts):
             self._spill()
             _mark_verified(self._fd)
             self._place(self._store._path(sha256))
-        self._parts = []
+        self.parts = []
         return True
 
-    def keep_tree(self) -> None:
-        """Ends a listing that `manifest.decode` has passed, once all of its contents are here."""
+    def keep_tree(self, ahead: Optional[Ahead] = None) -> None:
+        """Ends a listing that `manifest.decode` has passed, once all of its contents are here, and were put into what is made `ahead`."""
         tree_id = self.sha256()
         self._spill()
         os.fsync(self._fd)
         place = os.path.join(self._store._trees, tree_id)
+        if ahead is not None:
+            self._store.spare.arrived(place, ahead)             # first: a run that sees the listing takes it
         self._place(place)
         self._store._knows(Tree(place))
 
@@ -461,7 +478,7 @@ class Incoming:
     def drop(self) -> None:
         """Ends it and leaves nothing; may come after all else."""
         self._close()
-        self._parts = []
+        self.parts = []
         if self._path:
             _unlink(self._path)
 

@@ -69,8 +69,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Op
 
 from gpurun import listings, manifest, packing
 from gpurun.errors import GpurunError, LinkError, TransferError, WireError
-from gpurun.files import FULL, exact_bytes, free_bytes
+from gpurun.files import exact_bytes
 from gpurun.manifest import Entry, quote_name
+from gpurun.spare import Ahead
 from gpurun.store import RESERVE_BYTES, RESUME_BYTES, Incoming, Store
 from gpurun.wire import SMALL_WRITE, Reader, Writer, decode_object
 
@@ -366,13 +367,14 @@ def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: 
     if not lists:
         channel.say(have="nothing")
     try:
-        listing = store.incoming()
+        listing, ahead = store.incoming(), store.ahead()
         try:
-            _take_tree(channel, tree, store, listing, base, packing.chosen(header.get("packs")), along, along and header.get("early") is True, arrived)
+            _take_tree(channel, tree, store, listing, ahead, base, packing.chosen(header.get("packs")), along, along and header.get("early") is True, arrived)
         finally:
             listing.drop()
+            ahead.drop_unless_whole()
     except OSError as error:
-        raise _not_stored("the workspace's listing", error, store, RESERVE_BYTES) from None
+        raise store.not_stored("the workspace's listing", error, RESERVE_BYTES) from None
 
 
 def _come_along(channel: Channel) -> Iterator[int]:
@@ -401,7 +403,7 @@ def _drop_content(channel: Channel) -> None:
             raise WireError(f"a frame {kind!r} inside a file")
 
 
-def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, base: Optional[Iterator[bytes]], packs: str, along: bool,
+def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, ahead: Ahead, base: Optional[Iterator[bytes]], packs: str, along: bool,
                early: bool, arrived: Callable[[str], None]) -> None:
     count = 0
 
@@ -430,7 +432,7 @@ def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, bas
     begun: Dict[int, Incoming] = {}
     try:
         with channel.at_work():
-            lacking = dict(store.lacks(entries()))
+            lacking = dict(store.lacks(entries(), ahead.here))
             if listing.sha256() != tree:
                 raise WireError("the listing isn't the one that was announced")
             for index, entry in lacking.items():
@@ -439,13 +441,14 @@ def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, bas
                     begun[index] = partial
         size = sum(entry.size for entry in lacking.values())
         store.check_room(size - sum(partial.size for partial in begun.values()), "the workspace in the node's cache")
+        ahead.begin(lacking.values())
         early = early and bool(lacking)
         if early:
             ask()
         for index in _come_along(channel) if along else ():
             if index not in lacking:
                 _drop_content(channel)
-            elif _take_content(channel, store, lacking[index], None, lacking[index].size):
+            elif _take_content(channel, store, lacking[index], None, lacking[index].size, ahead):
                 came, came_bytes = came + 1, came_bytes + lacking[index].size
                 del lacking[index]
             elif early:                                         # and asked for already
@@ -458,7 +461,7 @@ def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, bas
             ask()
         channel.unpacks(packs)
         for index, entry in lacking.items():
-            if _take_content(channel, store, entry, begun.pop(index, None), size - stored_bytes):
+            if _take_content(channel, store, entry, begun.pop(index, None), size - stored_bytes, ahead):
                 stored, stored_bytes = stored + 1, stored_bytes + entry.size
             else:
                 broken += 1
@@ -471,7 +474,7 @@ def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, bas
     if lacking and channel.frame()[0] != b"Z":
         raise WireError("more contents than were asked for")
     if not broken:
-        listing.keep_tree()
+        listing.keep_tree(ahead)
         arrived(tree)
     if lacking or early:
         channel.say(stored=stored, bytes=stored_bytes)
@@ -501,7 +504,7 @@ def _begun(store: Store, sha256: str) -> Optional[Incoming]:
     return None
 
 
-def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Optional[Incoming], needed: int) -> bool:
+def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Optional[Incoming], needed: int, ahead: Ahead) -> bool:
     key, arriving = (store.root, entry.sha256), None
     try:
         incoming = incoming or store.incoming()
@@ -510,8 +513,14 @@ def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Option
             _arriving[key] = arriving                           # before an earlier one, which may be that of a killed operator
         while True:
             kind, payload = channel.frame()
-            if kind in (b"E", b"X"):
-                return kind == b"E" and incoming.keep(entry.sha256, entry.size)
+            if kind == b"X":
+                return False
+            if kind == b"E":
+                parts = incoming.parts
+                if not incoming.keep(entry.sha256, entry.size):
+                    return False
+                ahead.add(entry, parts)
+                return True
             if kind != b"D":
                 raise WireError(f"a frame {kind!r} inside a file")
             if incoming.size + len(payload) > entry.size:
@@ -523,21 +532,13 @@ def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Option
             incoming = None
         raise
     except OSError as error:
-        raise _not_stored(f"'{quote_name(entry.path)}'", error, store, needed) from None
+        raise store.not_stored(f"'{quote_name(entry.path)}'", error, needed) from None
     finally:
         if incoming is not None:
             incoming.drop()
         with _arriving_lock:
             if _arriving.get(key) is arriving:
                 del _arriving[key]
-
-
-def _not_stored(what: str, error: OSError, store: Store, needed: int) -> TransferError:
-    text = f"{what} could not be stored on the node in {store.root}: {error.strerror or error}"
-    if error.errno in FULL:
-        text += (f"; {exact_bytes(free_bytes(store.root))} are free" + (f" and {exact_bytes(needed)} still needed" if needed else "")
-                 + ". Free some, or use a node with a larger disk.")
-    return TransferError(text)
 
 
 # ---- pull --------------------------------------------------------------------------------------------------------------------

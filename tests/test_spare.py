@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from gpurun import manifest, spare as spare_module, store as store_module
+from gpurun.errors import LinkError
 from gpurun.store import Store
+from gpurun.transfer import ChangedError
 from conftest import eventually
+from streams import cache_is_sound, listed, push, write_files
 from test_store import fill
 from trees import looks, rsync_differences
 
@@ -279,3 +283,117 @@ def test_a_job_runs_in_the_workdir_that_was_made_ahead(here):
     assert here.gpurun(job).stdout.split() == [b"%d" % inode, b"1000"]
     result = here.result(job)
     assert result["exit_code"] == 0 and (here.latest / "stdout.log").read_bytes().split()[1] == b"1000"
+
+
+class Pushed:
+    """A tree that comes to a node by a push, and what its run then has to copy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree, self.store, self.work = folder / "tree", Store(str(folder / "node")), folder / "work"
+        self.copied: list[str] = []
+        copy = self.store._copy
+        self.store._copy = lambda entry, path: "/cache/spare/" not in path and self.copied.append(entry.path) or copy(entry, path)
+        write_files(self.tree, {f"d{number % 4}/f{number:02d}": b"%d" % number * 50 for number in range(FILES)})
+
+    def run(self) -> list[str]:
+        arrived: list[str] = []
+        push(self.store, self.tree, arrived=arrived)
+        return self.materialize(arrived[0])
+
+    def materialize(self, tree: str) -> list[str]:
+        entries = self.store.tree(tree)
+        self.copied.clear()
+        assert self.store.materialize(entries, str(self.work)) == (sum(entry.kind == "file" for entry in entries), sum(entry.size for entry in entries))
+        copied = sorted(self.copied)
+        self.store.spare.clear()
+        assert looks(self.work) == looks(self.tree) and rsync_differences(self.tree, self.work) == "" and self.on_its_way() == []
+        cache_is_sound(self.store)
+        return copied
+
+    def on_its_way(self) -> list[str]:
+        return os.listdir(Path(self.store.root, "cache", "incoming"))
+
+
+@pytest.fixture
+def pushed(tmp_path):
+    return Pushed(tmp_path)
+
+
+def test_the_workdir_of_a_tree_that_is_new_to_the_node_is_made_while_it_comes(pushed):
+    assert pushed.run() == []
+    write_files(pushed.tree, {"d0/new": b"new"})
+    assert len(pushed.run()) == FILES + 1                        # most of it was here: that is what the spare is for
+
+
+def test_whatever_does_not_come_is_put_into_a_workdir_that_is_made_ahead(pushed, monkeypatch):
+    monkeypatch.setattr(store_module, "SMALL_BYTES", 1000)
+    write_files(pushed.tree, {"empty": b"", "d1/twice": b"7" * 50, "zz/deep/er/big": b"big" * 1000, "d2/run.sh": b"echo"})
+    (pushed.tree / "d2/run.sh").chmod(0o4750)
+    (pushed.tree / "d3/f03").chmod(0o400)
+    os.symlink("../d0", pushed.tree / "d1/link")
+    os.utime(pushed.tree / "d0/f04", ns=(1, 5))
+    (pushed.tree / "zz/deep").chmod(0o555)
+    (pushed.tree / "nothing in it").mkdir()
+    assert pushed.run() == ["d3/f07", "empty", "zz/deep/er/big"]         # d1/twice came with d3/f07's contents
+
+
+def test_few_files_many_bytes_or_little_room_make_nothing_ahead(pushed, monkeypatch):
+    for name, value in (("FEWEST_FILES", FILES + 1), ("MOST_BYTES", 100), ("FREE_TIMES", 1 << 60), ("MOST_HELD", 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(spare_module, name, value)
+            write_files(pushed.tree, {f"d{number % 4}/f{number:02d}": f"{name} {number}".encode() for number in range(FILES)})
+            assert len(pushed.run()) == FILES, name
+
+
+def test_a_disk_that_fails_what_is_made_ahead_costs_a_push_nothing(pushed, monkeypatch):
+    real, left = os.open, [FILES // 2]
+
+    def full(path, flags, *args, **keys):
+        if "/incoming/work-" in str(path) and flags & os.O_CREAT:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device", path)
+        return real(path, flags, *args, **keys)
+
+    monkeypatch.setattr(os, "open", full)
+    assert len(pushed.run()) == FILES and left[0] == -1
+
+
+def test_what_is_made_ahead_goes_with_a_push_that_breaks_and_with_a_file_that_changed(pushed):
+    push(Store(str(pushed.work.parent / "another")), pushed.tree)
+    with pytest.raises(LinkError):
+        push(pushed.store, pushed.tree, cut=push.stream.written - 10)
+    assert pushed.on_its_way() == []
+    entries, encoded = listed(pushed.tree)
+    (pushed.tree / "d3/f59").write_bytes(b"changed")
+    with pytest.raises(ChangedError):
+        push(pushed.store, pushed.tree, entries=entries, encoded=encoded)
+    assert pushed.on_its_way() == []
+
+
+def test_what_is_made_ahead_of_a_run_that_does_not_come_is_no_later_ones(pushed, monkeypatch):
+    arrived: list[str] = []
+    push(pushed.store, pushed.tree, arrived=arrived)
+    assert len(pushed.on_its_way()) == 1
+    other = write_files(pushed.work.parent / "other", {"a": b"a"})
+    push(pushed.store, other, arrived=arrived)
+    pushed.store.materialize(pushed.store.tree(arrived[1]), str(pushed.work))
+    assert pushed.on_its_way() == []
+    assert len(pushed.materialize(arrived[0])) == FILES
+    write_files(pushed.tree, {f"d{number % 4}/f{number:02d}": b"other %d" % number for number in range(FILES)})
+    monkeypatch.setattr(spare_module, "FRESH_S", -1.0)
+    assert len(pushed.run()) == FILES
+    push(pushed.store, pushed.tree)
+    pushed.store.spare.clear()
+    assert pushed.on_its_way() == []
+
+
+def test_two_pushes_of_one_tree_at_once_make_one_workdir(pushed):
+    arrived: list[str] = []
+    pushers = [threading.Thread(target=push, args=(pushed.store, pushed.tree), kwargs={"arrived": arrived}) for _ in range(2)]
+    for one in pushers:
+        one.start()
+    for one in pushers:
+        one.join()
+    assert len(pushed.on_its_way()) == 1
+    pushed.materialize(arrived[0])
