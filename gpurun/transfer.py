@@ -234,7 +234,8 @@ class Channel:
                 return kind, payload
 
     def send_packed(self, kind: bytes, parts: Iterable[bytes]) -> None:
-        pack = zlib.compressobj(1)
+        rtt_s = self.rtt_s()
+        pack = zlib.compressobj(1 if rtt_s is None or rtt_s >= packing.HERE_S else 0)   # where nothing waits for bytes, packing is what takes long
         for part in parts:
             for start in range(0, len(part), BLOCK):
                 packed = pack.compress(part[start:start + BLOCK])
@@ -436,7 +437,7 @@ def _take_tree(channel: Channel, tree: str, store: Store, listing: Incoming, ahe
             if listing.sha256() != tree:
                 raise WireError("the listing isn't the one that was announced")
             for index, entry in lacking.items():
-                partial = _begun(store, entry.sha256)
+                partial = _begun(store, entry.sha256) if entry.size >= RESUME_BYTES else None
                 if partial is not None:
                     begun[index] = partial
         size = sum(entry.size for entry in lacking.values())
@@ -505,22 +506,23 @@ def _begun(store: Store, sha256: str) -> Optional[Incoming]:
 
 
 def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Optional[Incoming], needed: int, ahead: Ahead) -> bool:
-    key, arriving = (store.root, entry.sha256), None
+    key, arriving, resumes = (store.root, entry.sha256), None, entry.size >= RESUME_BYTES
     try:
         incoming = incoming or store.incoming()
-        arriving = (channel, incoming)
-        with _arriving_lock:
-            _arriving[key] = arriving                           # before an earlier one, which may be that of a killed operator
+        if resumes:
+            arriving = (channel, incoming)
+            with _arriving_lock:
+                _arriving[key] = arriving                       # before an earlier one, which may be that of a killed operator
         while True:
             kind, payload = channel.frame()
             if kind == b"X":
                 return False
             if kind == b"E":
                 parts = incoming.parts
-                if not incoming.keep(entry.sha256, entry.size):
-                    return False
-                ahead.add(entry, parts)
-                return True
+                kept = incoming.keep(entry.sha256, entry.size)
+                if kept:
+                    ahead.add(entry, parts)
+                return kept
             if kind != b"D":
                 raise WireError(f"a frame {kind!r} inside a file")
             if incoming.size + len(payload) > entry.size:
@@ -536,9 +538,10 @@ def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Option
     finally:
         if incoming is not None:
             incoming.drop()
-        with _arriving_lock:
-            if _arriving.get(key) is arriving:
-                del _arriving[key]
+        if resumes:
+            with _arriving_lock:
+                if _arriving.get(key) is arriving:
+                    del _arriving[key]
 
 
 # ---- pull --------------------------------------------------------------------------------------------------------------------
