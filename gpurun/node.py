@@ -248,7 +248,7 @@ def _serve(options: argparse.Namespace) -> int:
         key_path = os.path.join(folder, "key")
         if link is not None:
             relay: Any = options.relay if options.relay in ("n0", "disabled") else options.relay.split(",")
-            endpoint = _bind(link.Link, link.load_key(key_path), options.bind, relay, before.get("port"))
+            endpoint = _bind(link.Link, link.load_key(key_path), options.bind, relay, before)
         # An agent that had iroh keeps its name without: it has the same runs.
         own_id = endpoint.id if endpoint is not None else str(before.get("id") or sockets.own_id(key_path))
         door, no_door = _open_door(folder, own_id)
@@ -271,6 +271,7 @@ def _serve(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     known = {"id": own_id, "addresses": endpoint.addresses() if endpoint is not None else [], "port": endpoint.port() if endpoint is not None else 0,
+             "port6": endpoint.port6() if endpoint is not None else 0,
              "relay_url": endpoint.relay_url() if endpoint is not None else None, "socket": door.path if door is not None else "",
              "join": [sys.executable, "-I", os.path.abspath(sys.argv[0]), "join", "--socket", door.path] if door is not None else [],
              "iroh": None if endpoint is not None else no_iroh, "lib": options.lib, "carrier": options.carrier, "pid": os.getpid(), "start": supervise.start_time(os.getpid()), "agent": _own_hash(), "version": __version__,
@@ -346,18 +347,20 @@ def _lock(path: str, patience_s: float) -> bool:
         time.sleep(0.02)
 
 
-def _bind(make: Any, key: bytes, bind: str, relay: Any, last_port: Any) -> Any:
-    """The endpoint, on the port of the last agent if any will do: operators have it in their caches."""
+def _bind(make: Any, key: bytes, bind: str, relay: Any, before: Dict[str, Any]) -> Any:
+    """The endpoint, on the ports of the agent before if any will do: operators have them in their caches. And one that was just talking to that agent
+    goes on sending to the path that it took then, for half a minute, also what is to open a new connection (iroh 1.2.0)."""
     from gpurun.errors import LinkError
     from gpurun.wire import CONTROL_ALPN, TRANSFER_ALPN
     alpns = [CONTROL_ALPN, TRANSFER_ALPN]
     host, _, port = bind.rpartition(":")
-    if port == "0" and isinstance(last_port, int):
+    last, last6 = (before.get(name) if type(before.get(name)) is int else 0 for name in ("port", "port6"))
+    if port == "0" and last:
         try:
-            return make(key, f"{host}:{last_port}", alpns, relay)
+            return make(key, f"{host}:{last}", alpns, relay, port6=last6)
         except LinkError:
             pass                             # taken meanwhile
-    return make(key, bind, alpns, relay)
+    return make(key, bind, alpns, relay, port6=last6 or int(port))
 
 
 class LoginEnvironment:

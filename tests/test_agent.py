@@ -373,6 +373,17 @@ def test_starts_at_the_same_time_give_one_agent_that_knows_all_their_operators(n
         operator.link.close()
 
 
+def test_an_agent_that_is_started_again_has_all_its_addresses_again(node, operator):
+    """Who was just talking to the one before sends to the path that it took then, over IPv4 or IPv6, for half a minute."""
+    known = node.up(operator)
+    for _ in range(3):
+        operator.talk(known, Hello()).hear(NodeReady)
+        os.kill(known["pid"], signal.SIGKILL)
+        again = node.up(operator)
+        assert again["pid"] != known["pid"] and again["addresses"] == known["addresses"]
+        known = again
+
+
 def test_an_idle_agent_of_another_version_is_replaced_and_a_busy_one_is_used(node, operator, tmp_path):
     old = node.up(operator, package=changed_package(tmp_path))
     new = node.up(operator)

@@ -8,6 +8,7 @@ import os
 import queue
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -526,3 +527,20 @@ def test_a_link_of_this_machine_listens_on_loopback_alone():
         assert hosts == {"127.0.0.1", "[::1]"}
     finally:
         link.close()
+
+
+@pytest.mark.parametrize("bind, anywhere", [("127.0.0.1:0", "::1"), ("0.0.0.0:0", "::")])
+def test_the_ipv6_port_is_the_one_that_was_asked_for_or_any_if_that_is_taken(bind, anywhere):
+    try:
+        taken = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+        taken.bind((anywhere, 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    port6 = taken.getsockname()[1]
+    other = Link(os.urandom(32), bind, port6=port6)
+    assert other.port6() not in (0, port6) and other.port()
+    other.close()
+    taken.close()
+    link = Link(os.urandom(32), bind, port6=port6)
+    assert link.port6() == port6
+    link.close()
