@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpurun.errors import EXIT_FAILED, ConfigError, GpurunError
 COMMAND_FIELDS = ("submit_command", "verification_command", "resume_command")
 UNTRUSTED = "untrusted: anybody who can write the manifest can write these. Look at one before you run it."
 ANSWER_BYTES = 1024
+LOOK_S = 0.1
 
 
 def _cluster_option(function: Any) -> Any:
@@ -206,7 +208,13 @@ def _typed_yes() -> bool:
     termios.tcflush(0, termios.TCIFLUSH)
     sys.stderr.write("type yes to run it: ")
     sys.stderr.flush()
-    return sys.stdin.buffer.readline(ANSWER_BYTES).strip() == b"yes"
+    answer, more = b"", b"-"
+    while more and not answer.endswith(b"\n") and len(answer) < ANSWER_BYTES:
+        while not select.select([0], [], [], LOOK_S)[0]:
+            pass                              # a Ctrl-C that comes right before a read would wait as long as that does
+        more = os.read(0, ANSWER_BYTES)
+        answer += more
+    return answer.strip() == b"yes"
 
 
 COMMANDS = (poll, show, verify)

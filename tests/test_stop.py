@@ -353,19 +353,23 @@ def test_a_killed_agent_costs_nothing(here):
         if name == "push":
             with open(folder / "big", "wb") as stream:
                 stream.truncate(600 << 20)
-        step = "for i in $(seq 300); do echo $i; sleep 0.01; done"
-        script = {"push": "stat -c %s big; exit 7", "setup": "echo job; exit 7", "run": f"{step}; echo end; exit 7", "collect": "truncate -s 600M big; echo end; exit 7"}[name]
+        until = f"until [ -e {folder}/go ]; do sleep 0.02; done"              # on a busy machine nothing is over before its turn has come
+        step = f"for i in $(seq 300); do echo $i; if [ $i = 60 ]; then {until}; fi; sleep 0.01; done"
+        script = {"push": "stat -c %s big; exit 7", "setup": "echo job; exit 7", "run": f"{step}; echo end; exit 7", "collect": f"{until}; truncate -s 600M big; echo end; exit 7"}[name]
         keys = {"setup": {"setup": f"{step}; echo set"}, "push": {"workspace": {"workdir": ".", "exclude": ["node"]}}}.get(name, {})
         path = here.job(script, name=name, folder=folder, outputs=["big"] if name == "collect" else ["none"], **keys)
         (folder / "cluster.toml").write_text(f'[provider]\nkind = "local"\nnode_dir = {toml(str(folder / "node"))}\n')
         runs[name] = (folder, Running(here, path, cwd=folder))
     for name, (folder, run) in runs.items():
+        if name == "collect":
+            (folder / "go").touch()
         run.until({"push": "push: to local", "setup": "50", "run": "50", "collect": "collect: from local"}[name])
         if name == "push":
             eventually(lambda: json.loads((folder / "gpurun-runs/latest/run.json").read_text())["phase"] == "workspace")
         if name == "collect":
             eventually(lambda: list((folder / "gpurun-runs/latest").glob(".incoming*")))
         os.kill(here.agent(folder / "node")["pid"], signal.SIGKILL)
+        (folder / "go").touch()
     counted = "".join(f"{number}\n" for number in range(1, 301))
     for name, (folder, run) in runs.items():
         latest = folder / "gpurun-runs/latest"
