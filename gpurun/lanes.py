@@ -6,8 +6,7 @@ into chunks, each lane takes the next one when it has room, the other side puts 
 others move, gives its chunks to them; the stream breaks with its last lane. How many lanes there are decides the side that dialled
 (`Growth`): more while that makes it faster, no more than that, and one on a link where one is enough.
 
-A lane may also be a socket, of another way to the same peer (`Beside`): on one machine all goes over it, between two of them it is one
-more lane, which carries as much as it can. A host whose TCP has BBR hardly minds a lost packet.
+On one machine there is a nearer way than a connection, a socket of the peer's. As a lane (NEAR) it takes all that is sent from then on.
 
 On the wire a lane begins with HEAD: the bundle's id (16 bytes) and the lane's number. Then frames both ways: one byte of kind, eight of
 a number, four of a length.
@@ -17,7 +16,7 @@ a number, four of a length.
     F length                       the stream is so long
     A count                        so many D, d, N and F have come whole over this lane
     G offset                       bytes up to there may be under way
-    E                              over a socket: what ends now is meant to end. A process that is killed ends its sockets too
+    E                              over NEAR: what ends now is meant to end. A process that is killed ends its sockets too
     X                              from the side that dialled this lane: it is used no more, and ends when all on it is acknowledged
     S                              nothing more is read here
     W                              all of it has come, up to its end
@@ -44,8 +43,8 @@ WINDOW = 12 << 20             # under way at most, and kept here out of order: 1
 BUFFER = 1 << 20              # of a lane that is a socket
 QUEUE = 512 << 10             # taken from the writer ahead of the lanes
 CHUNK, CHUNK_LEAST = 512 << 10, 8 << 10
-CHUNK_S = 0.25                # a chunk is what its lane takes in this time: the one that all others wait for is never far
-ROOM, ROOM_LEAST, ROOM_MOST = 64 << 10, 32 << 10, 8 << 20   # what may be under way on one lane: at first, and then twice its rate by its trip
+CHUNK_S = 0.1                 # a chunk is what its lane takes in this time: the one that all others wait for is never far
+ROOM, ROOM_LEAST, ROOM_MOST = 64 << 10, 16 << 10, 8 << 20   # what may be under way on one lane: at first, and then twice its rate by its trip
 ROOM_S = 0.05                 # added to the trip: an end that is busy answers later
 ACK_BYTES = 1 << 20
 ACK_S = 0.02                  # and half a round trip: an acknowledgement that nobody waits for waits so long for company
@@ -61,26 +60,21 @@ COLLAPSED = 16                # a rate that is so much less than it was, look af
 HOLD_S, HOLD_MOST_S = 8.0, 60.0   # after a trial that brought nothing
 TICK_S = 0.2                  # and two round trips: between two looks at the rate
 LATE_S = 0.3                  # and two trips: what is under way for so long goes a second time over a lane that has nothing else to do
-OVERDUE_S = 1.2               # over one that has as well
-NEAR, ASIDE = 255, 254        # the numbers of the lane that is another way: on the same machine, and elsewhere
+OVERDUE_S = 0.6               # over one that has as well
+LATE_BYTES = 256 << 10        # no further behind what all others wait for: at 1 % loss half of all was sent twice, and that much slower it was
+NEAR = 255                    # the number of the lane that is a socket on this machine
 NEAR_S = 0.005                # a round trip below this is a network on which one lane is enough
 BUSY = 0.7                    # of what moved said that more was waiting
 
 
 class Known:
-    """What the streams to one peer have learnt of the way there: so many lanes were worth having; the shortest round trip; that there is no other
-    way."""
+    """What the streams to one peer have learnt of the way there: so many lanes were worth having; the shortest round trip."""
 
     lanes = 1
     rtt_s = float("inf")
-    alone = False
 
 
-class Beside(NamedTuple):
-    """Another way to the peer than the connections that lanes are made of. `near`: on this machine, where no other lane is worth having then."""
-
-    near: bool
-    dial: Callable[[int], Awaitable[Tuple[Any, Callable[[], None], bytes]]]
+Dial = Callable[[int], Awaitable[Tuple[Any, Callable[[], None], bytes]]]
 
 
 class Growth:
@@ -89,7 +83,6 @@ class Growth:
     def __init__(self, most: int = MOST, known: Optional[Known] = None) -> None:
         """`most`: never more lanes. What is `known` already is tried first, and what this one learns is left there."""
         self.lanes = 1
-        self.lossy = False                    # many lanes were tried, as on a link that loses packets
         self._most, self._known = max(1, most), known or Known()
         self._rate = self._best = 0.0         # of the last look; the highest one
         self._recent: Deque[float] = collections.deque(maxlen=4)   # of the looks since there are so many lanes
@@ -124,7 +117,6 @@ class Growth:
         if not self._fewer and now >= self._until and self.lanes < self._most:
             self._fewer, self._before, self._until = self.lanes, max(self._recent), now + TRIAL_S + 10 * rtt_s
             self._recent.clear()
-            self.lossy = self.lossy or lossy
             self.lanes = min(self._most, max(self.lanes * (TIMES_LOSSY if lossy else TIMES), self._known.lanes))
         return self.lanes
 
@@ -189,17 +181,16 @@ class Bundle:
     """One stream over its lanes. To its user it is both halves of a bidirectional stream of iroh's."""
 
     def __init__(self, broken: Callable[[BaseException], LinkError], rtt_s: Callable[[], float],
-                 dial: Optional[Callable[[int], Awaitable[Tuple[Any, Callable[[], None], bytes]]]] = None, growth: Optional[Growth] = None,
-                 beside: Optional[Beside] = None, known: Optional[Known] = None) -> None:
+                 dial: Optional[Dial] = None, growth: Optional[Growth] = None, near: Optional[Dial] = None) -> None:
         """`broken` makes the error of the last lane's. `dial(number)`: a new lane's stream, what closes its connection, and its HEAD;
-        only on the side that decides about lanes, with `growth`, and `beside`, unless it is `known` to lead nowhere."""
+        only on the side that decides about lanes, with `growth`; `near` dials NEAR."""
         self._broken, self._rtt_s, self._dial, self._growth = broken, rtt_s, dial, growth
         if growth is not None:
             growth.look(0.0, False, 0.0, rtt_s() or float("inf"))   # while all is quiet
         self._loop = asyncio.get_event_loop()
         self._lanes: Dict[int, _Lane] = {}
         self._last_number = 0
-        self._beside, self._known = beside, known or Known()
+        self._near = near                     # until it was tried
         self._error: Optional[LinkError] = None
         self._wakers: "List[asyncio.Future[None]]" = []         # of the stream's own reader and writer
         self._dialling = 0
@@ -334,13 +325,11 @@ class Bundle:
 
     def add(self, number: int, stream: Any, close: Callable[[], None] = lambda: None, head: bytes = b"") -> None:
         """One more lane. `head`: what is to be said on it first, by the side that dialled."""
-        lane = _Lane(stream, close, number >= ASIDE)
-        if self._lanes:
-            lane.room = max(sum(one.room for one in self._lanes.values()) / len(self._lanes), ROOM_LEAST)
+        lane = _Lane(stream, close, number == NEAR)
         if head:
             lane.due.append(head)
         self._lanes[number] = lane
-        if number < ASIDE:
+        if number != NEAR:
             self._last_number = max(self._last_number, number)
         lane.tasks = [self._task(self._feed(lane)), self._task(self._hear(lane))]
 
@@ -408,7 +397,7 @@ class Bundle:
         offset, number, data = self._queue[0]
         if lane.flying and lane.flying_bytes >= lane.room:
             return None
-        fair = max(CHUNK_LEAST, int(lane.rate * CHUNK_S if lane.rate else lane.room / 2))
+        fair = max(CHUNK_LEAST, int(lane.rate * CHUNK_S if lane.rate else lane.room / 4))
         size = min(len(data), CHUNK, fair, self._allowed - offset)
         if size <= 0:
             return None
@@ -431,6 +420,8 @@ class Bundle:
         if not old:
             return None
         first = min(old, key=lambda chunk: chunk.offset)
+        if first.offset > min(one.flying[0].offset for one in lanes if one.flying) + LATE_BYTES:
+            return None
         self._doubled[first.offset] = now
         return first._replace(sent_at=now)
 
@@ -649,15 +640,10 @@ class Bundle:
                 busy = not full and (self._moved > 0 if self._queue else 0 < BUSY * self._moved <= self._waiting)
                 if self._growth is not None:
                     self._steer(self._growth.look(now, busy, self._moved / (now - began), self._rtt_s()))
-                self._step_aside(busy)
+                if busy and self._near is not None:             # what is over sooner isn't worth it
+                    self._task(self._dial_one(NEAR, self._near))
+                    self._near = None
         self._watching = False
-
-    def _step_aside(self, busy: bool) -> None:
-        """Tries the other way, once: on this machine for whatever takes longer than a look, else where packets are lost."""
-        if self._beside is not None and not self._known.alone and (busy and self._beside.near or self._growth is not None and self._growth.lossy):
-            dial, number = self._beside.dial, NEAR if self._beside.near else ASIDE
-            self._beside = None
-            self._task(self._dial_one(number, dial))
 
     def _give_up_still_lanes(self, now: float) -> None:
         """One that stands still while others don't would hold all of them up in the end."""
@@ -668,7 +654,7 @@ class Bundle:
                 self._lost(lane, LinkError("a lane stood still"))
 
     def _steer(self, wanted: int) -> None:
-        working = [lane for number, lane in self._lanes.items() if number < ASIDE and not lane.retired]
+        working = [lane for number, lane in self._lanes.items() if number != NEAR and not lane.retired]
         for _ in range(wanted - len(working) - self._dialling):
             assert self._dial is not None
             self._dialling += 1
@@ -679,14 +665,13 @@ class Bundle:
             lane.due.append(FRAME.pack(b"X", 0, 0))
             lane.wake.set()
 
-    async def _dial_one(self, number: int, dial: Callable[[int], Awaitable[Tuple[Any, Callable[[], None], bytes]]]) -> None:
+    async def _dial_one(self, number: int, dial: Dial) -> None:
         try:
             stream, close, head = await dial(number)
         except Exception:                     # it does without; the next look may try another connection
-            self._known.alone = self._known.alone or number >= ASIDE
             return
         finally:
-            self._dialling -= number < ASIDE
+            self._dialling -= number != NEAR
         if self._lanes and self._error is None and not self._settled():
             self.add(number, stream, close, head)
         else:

@@ -26,7 +26,7 @@ from iroh import iroh_ffi
 
 from gpurun.errors import LinkError, LinkTimeoutError, RefusedError
 from gpurun.files import TEMP_PREFIX, atomic_write
-from gpurun.lanes import ASIDE, HEAD, MOST, READ_BYTES, Beside, Bundle, Growth, Known, SocketLane
+from gpurun.lanes import HEAD, MOST, NEAR, READ_BYTES, Bundle, Growth, Known, SocketLane
 from gpurun.wire import TRANSFER_ALPN
 
 LANED = {TRANSFER_ALPN}       # bulk: a stream may get several connections
@@ -277,7 +277,7 @@ class Connection:
         self.name = name or self.peer_id[:10]
         self.was_closed = False               # by the peer, with its word for it; one that is lost says nothing
         self.most_lanes = 1                   # that a stream of it has had at once
-        self.beside: Any = None               # a ways.Beside: another way there, for one more lane
+        self.near: Optional[Callable[[], socket.socket]] = None   # on one machine, a socket that leads there too, for one more lane
 
     def open(self, timeout_s: float = 10.0) -> Stream:
         async def open_bi() -> Any:
@@ -299,14 +299,14 @@ class Connection:
             self.most_lanes = max(self.most_lanes, bundle.lanes + 1)
             return _Lane(await raw.open_bi()), lambda: raw.close(CLOSE_BYE, b""), HEAD.pack(bundle_id, number)
 
-        async def dial_beside(number: int) -> Tuple[Any, Callable[[], None], bytes]:
-            lane = SocketLane(await _in_thread(self.beside.open))
+        async def dial_near(number: int) -> Tuple[Any, Callable[[], None], bytes]:
+            assert self.near is not None
+            lane = SocketLane(await self._loop.loop.run_in_executor(None, self.near))
             self.most_lanes = max(self.most_lanes, bundle.lanes + 1)
             return lane, lane.close, HEAD.pack(bundle_id, number)
 
         growth = Growth(self._most, self._known) if self._again is not None and self._most > 1 else None
-        beside = Beside(self.beside.near, dial_beside) if self.beside is not None else None
-        bundle = Bundle(self.broken, self.usual_rtt_s, dial, growth, beside, self._known)
+        bundle = Bundle(self.broken, self.usual_rtt_s, dial, growth, dial_near if self.near is not None else None)
         bundle.add(0, _Lane(bi), head=HEAD.pack(bundle_id, 0))
         return bundle
 
@@ -340,48 +340,26 @@ class Connection:
 
     def close(self, code: int = CLOSE_BYE, reason: str = "") -> None:
         self._connection.close(code, reason.encode())
-        if self.beside is not None:
-            self.beside.close()
-
-
-async def _in_thread(work: Callable[[], socket.socket]) -> socket.socket:
-    """The socket that a call which blocks comes back with; closed where nobody waits for it any more."""
-    loop = asyncio.get_event_loop()
-    done = loop.create_future()
-
-    def settle(made: Optional[socket.socket], error: Optional[Exception]) -> None:
-        if not done.cancelled():
-            done.set_result(made) if error is None else done.set_exception(error)
-        elif made is not None:
-            made.close()
-
-    def call() -> None:
-        made, problem = None, None
-        try:
-            made = work()
-        except Exception as error:            # of a library, whatever it was
-            problem = error
-        loop.call_soon_threadsafe(settle, made, problem)
-
-    threading.Thread(target=call, name="beside", daemon=True).start()
-    return await done
 
 
 class Link:
     """This process's endpoint: dials nodes, or serves operators."""
 
     def __init__(self, key: bytes, bind: str = "0.0.0.0:0", alpns: Sequence[bytes] = (), relay: Any = "disabled",
-                 timeout_s: float = 10.0, most_connections: int = MOST) -> None:
-        """Binds UDP `bind`. `relay`: "disabled", "n0", or relay URLs. `most_connections`: that one transfer may get where more make it faster.
+                 timeout_s: float = 10.0, most_connections: int = MOST, port6: int = 0) -> None:
+        """Binds UDP `bind`, and IPv6's `port6` if it is free. `relay`: "disabled", "n0", or relay URLs. `most_connections`: that one transfer may get where more make it faster.
         Raises LinkError when the port is taken."""
         self._loop = _running_loop()
         here_only = bind.startswith("127.")
-        try:
-            self._endpoint = self._bind(key, [bind, "[::1]:0"] if here_only else [bind], alpns, relay, timeout_s)
-        except LinkError:
-            if not here_only:
-                raise
-            self._endpoint = self._bind(key, [bind], alpns, relay, timeout_s)   # a machine without IPv6
+        wanted = [[bind, f"{'[::1]' if here_only else '[::]'}:{port6}"]] if port6 else []
+        wanted += [[bind, "[::1]:0"]] if here_only else []
+        for sockets in wanted + [[bind]]:     # the last one for a machine without IPv6
+            try:
+                self._endpoint = self._bind(key, sockets, alpns, relay, timeout_s)
+                break
+            except LinkError:
+                if sockets == [bind]:
+                    raise
         self.id = str(self._endpoint.id())
         self._streams = threading.BoundedSemaphore(STREAMS_AT_ONCE)
         self._most = most_connections
@@ -417,6 +395,10 @@ class Link:
     def port(self) -> int:
         """The UDP port of the IPv4 socket, which a provider's mapping or the SSH host's address goes with."""
         return next(int(bound.rpartition(":")[2]) for bound in self._endpoint.bound_sockets() if not bound.startswith("["))
+
+    def port6(self) -> int:
+        """That of the IPv6 socket, 0 for none."""
+        return next((int(bound.rpartition(":")[2]) for bound in self._endpoint.bound_sockets() if bound.startswith("[")), 0)
 
     def dial(self, peer_id: str, addresses: Sequence[str], alpn: bytes, timeout_s: float, name: str = "",
              relay_url: Optional[str] = None) -> Connection:
@@ -556,7 +538,7 @@ class Link:
             except (OSError, asyncio.TimeoutError):
                 bundle_id, number = b"", 0
             known = self._bundles.get((peer_id, bundle_id))
-            if known is not None and number >= ASIDE:
+            if known is not None and number == NEAR:
                 known.add(number, lane, lane.close)
             else:
                 lane.close()

@@ -91,8 +91,8 @@ class Node:
         and an older endpoint stays. `keep` is given the SSH connection, if there was one, instead of that being closed."""
         raise NotImplementedError
 
-    def log_in(self, say: Say, asks: bool = True) -> Any:
-        """An ssh.Connection to there, open. `asks`: for a passphrase, if it must. Raises SSHError, HostKeyError, ProviderError."""
+    def log_in(self, say: Say) -> Any:
+        """An ssh.Connection to there, open. Raises SSHError, HostKeyError, ProviderError."""
         raise NotImplementedError
 
     def remember(self, known: Endpoint, **fields: Any) -> Endpoint:

@@ -41,9 +41,9 @@ class SshNode(Node):
         near = bool(peer) and is_loopback(peer)
         return self.learned(said, ours + tuple(one for one in said["addresses"] if near or not is_loopback(one.rpartition(":")[0])), say, basis)
 
-    def log_in(self, say: Say, asks: bool = True) -> Any:
+    def log_in(self, say: Say) -> Any:
         from gpurun import ssh               # the only place of the main job that loads Fabric
-        return ssh.Connection(self.host, say, asks=asks).open()
+        return ssh.Connection(self.host, say).open()
 
     def stop_agent(self) -> None:
         from gpurun import bootstrap, ssh

@@ -119,7 +119,7 @@ class VastNode(Node):
                 time.sleep(min(PAUSE_S, max(0.0, deadline - time.monotonic())))
                 ways, ip = self._ways(patience_s)   # they are published late, and may change
 
-    def log_in(self, say: Say, asks: bool = True) -> Any:
+    def log_in(self, say: Say) -> Any:
         """By the way that worked last, else by the other."""
         from gpurun import ssh
         facts = self.machine.facts
@@ -127,7 +127,7 @@ class VastNode(Node):
         problem = SSHError(f"{self.name}: its provider has published no address yet; try again in a moment")
         for way in sorted(ways, key=lambda one: one.name != facts.get("way")):
             try:
-                return ssh.Connection(self._target(way), say, asks=asks).open()
+                return ssh.Connection(self._target(way), say).open()
             except SSHError as error:
                 problem = error
         raise problem

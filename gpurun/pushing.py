@@ -22,7 +22,7 @@ from gpurun.manifest import Entry
 from gpurun.paths import cache_dir
 from gpurun.transfer import ALONG_PACKED, BLOCK, ChangedError, Channel, Progress, Pushed, number_in, send_file
 
-INLINE_LISTING = 1 << 20        # a listing up to this size goes to an agent of which nothing is known too: packed, it costs no more than a round trip
+INLINE_LISTING = 4 << 20        # a listing up to this size (30,000 files) goes at once too to an agent of which nothing is known: most likely it hasn't the tree
 ALONG_BYTES = 1 << 20           # of contents that go unasked, at most: a connection's window takes longer to open so far than the node's answer to come
 ALONG_LEAST = 32 << 10
 SMALL_BYTES = 64 << 10          # a file up to this size is read at once

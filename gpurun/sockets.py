@@ -270,9 +270,8 @@ class Stream:
             self._given_up = True
             self._moved.notify_all()
 
-    def detach(self, timeout_s: float) -> socket.socket:
-        """A socket of this machine that leads on to where this stream does, once the other side has taken it; nothing was read or written so far. The
-        stream itself is of no use any more."""
+    def detach(self, timeout_s: float) -> Any:
+        """The socket itself, once the other side has taken the stream; nothing was read or written so far. The stream is of no use any more."""
         self.flush(timeout_s)
         self.greeted(timeout_s)
         with self._moved:
@@ -280,7 +279,7 @@ class Stream:
             self._moved.notify_all()
         with self.connection._lock:
             self.connection._streams.discard(self)
-        return self._sock if isinstance(self._sock, socket.socket) else _led_on(self._sock)
+        return self._sock
 
     def rate(self) -> Optional[float]:
         """Bytes per second that were lately taken while we wrote; None while too little was written to know."""
@@ -300,51 +299,6 @@ class Stream:
                 step()
             except (OSError, EOFError):
                 pass
-
-
-def _led_on(channel: Any) -> socket.socket:
-    """A socket whose other end two threads join to an SSH channel. It ends when the channel does, however that ended."""
-    here, there = socket.socketpair()
-    channel.settimeout(None)
-
-    def out() -> None:
-        try:
-            while True:
-                rest = memoryview(there.recv(READ_BYTES))
-                if not rest:
-                    break
-                while rest:
-                    rest = rest[channel.send(rest):]
-            channel.shutdown(socket.SHUT_WR)
-        except (OSError, EOFError):
-            channel.close()
-
-    def back() -> None:
-        try:
-            while True:
-                data = channel.recv(READ_BYTES)
-                if not data:
-                    break
-                there.sendall(data)
-            there.shutdown(socket.SHUT_WR)
-        except (OSError, EOFError):
-            channel.close()
-            try:
-                there.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-
-    threads = [threading.Thread(target=one, name="led on", daemon=True) for one in (out, back)]
-
-    def close() -> None:
-        for thread in threads:
-            thread.join()
-        for one in (channel, there):
-            one.close()
-
-    for thread in threads + [threading.Thread(target=close, name="led on", daemon=True)]:
-        thread.start()
-    return here
 
 
 class Connection:

@@ -394,9 +394,9 @@ def _ask_passphrase(path: str) -> str | None:
 class _Login(AuthStrategy):
     """Offers keys in OpenSSH's order: the agent's keys that the config names, its other keys unless IdentitiesOnly, then the files."""
 
-    def __init__(self, target: Target, asks: bool) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(ssh_config=None)
-        self.target, self.asks = target, asks
+        self.target = target
         self.tried: list[str] = []
         self.notes: list[str] = []
 
@@ -441,7 +441,7 @@ class _Login(AuthStrategy):
 
     def _unlock(self, path: str) -> paramiko.PKey | None:
         for _ in range(PASSPHRASE_TRIES):
-            passphrase = _ask_passphrase(path) if self.asks else None
+            passphrase = _ask_passphrase(path)
             if passphrase is None:
                 self.notes.append(f"key {path} has a passphrase and there is no terminal to ask for it: run 'ssh-add {path}' first")
                 return None
@@ -530,12 +530,12 @@ class Connection:
     """One SSH connection to a host, through its jump hosts. `with Connection(host) as ssh: ssh.run(…)`.
 
     `connect_within_s`: how long to try again while the port is closed, silent or resets, as on a machine that boots; 0: one attempt.
-    `say` is told what the user should know (a key that was pinned). `asks`: for a passphrase, if it must.
+    `say` is told what the user should know (a key that was pinned).
     """
 
-    def __init__(self, host: Host | Target, say: Callable[[str], None] = _quiet, connect_within_s: float = 0.0, asks: bool = True) -> None:
+    def __init__(self, host: Host | Target, say: Callable[[str], None] = _quiet, connect_within_s: float = 0.0) -> None:
         self.target = host if isinstance(host, Target) else resolve(host)
-        self.say, self.connect_within_s, self._asks = say, connect_within_s, asks
+        self.say, self.connect_within_s = say, connect_within_s
         self._fabrics: list[fabric.Connection] = []
         self._proxies: list[tuple[subprocess.Popen[bytes], Any]] = []
         self._forwards = True                 # it isn't known yet that the server opens no channels to sockets
@@ -602,7 +602,7 @@ class Connection:
             options["sock"] = self._dial(target)
         connections_opened += 1
         banner_s = max(1.0, min(BANNER_S, deadline - time.monotonic())) if self.connect_within_s else BANNER_S
-        policy, login = _HostKeys(target, self.say), _Login(target, self._asks)
+        policy, login = _HostKeys(target, self.say), _Login(target)
         config = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig(),   # lazy, with an ssh config: Fabric reads no file itself
                                overrides={"authentication": {"strategy_class": lambda **_: login}})
         opened = fabric.Connection(target.hostname, user=target.user, port=target.port, config=config, gateway=gateway,

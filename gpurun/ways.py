@@ -23,6 +23,7 @@ DEPLOYED_S = 4.0              # and three round trips, for one that has just sai
 RELAYED_S = 12.0              # by a relay: that must be found and logged in to, on both sides
 SURE_S = 1.0                  # at least, for one that had its time before
 OPEN_S = 20.0                 # for a stream over SSH
+NEAR_S = 2.0                  # for the agent's socket on this machine
 RETRY_S = 600.0               # UDP is tried again so long after it was found blocked
 
 
@@ -100,40 +101,6 @@ def blocked(node: Node, endpoint: Endpoint) -> Endpoint:
     return node.remember(endpoint, blocked=True, retry_at=time.time() + RETRY_S)
 
 
-class Beside:
-    """Another way to an agent that UDP leads to, for bulk: on this machine its socket, elsewhere SSH, which is the faster one where packets are lost
-    and the host's TCP has BBR. Whether it is the link measures."""
-
-    def __init__(self, link: Link, node: Node, endpoint: Endpoint) -> None:
-        self.near = node.cluster.here or endpoint.addresses[0].startswith(("127.", "[::1]:"))
-        self._link, self._node, self._endpoint = link, node, endpoint
-        self._lock = threading.Lock()
-        self._connection: Any = None
-        self._closed = False
-
-    def open(self) -> socket.socket:
-        """A lane's socket, which the agent has taken. LinkError, RefusedError, SSHError, OSError."""
-        with self._lock:
-            if self._connection is None and not self._closed:
-                self._connection = self._connect()
-            if self._closed:
-                raise LinkError("it is over")
-            return self._connection.open(OPEN_S).detach(OPEN_S)
-
-    def _connect(self) -> sockets.Connection:
-        if not self.near:
-            return _over_socket(self._link, self._node, self._endpoint, [sockets.LANE_ALPN], self._node.log_in(lambda text: None, asks=False)).connections[0]
-        return sockets.Connection(sockets.LANE_ALPN, self._link.id, self._endpoint.agent_id, self._endpoint.node, dial=_straight(self._endpoint, ours=True))
-
-    def close(self) -> None:
-        """Doesn't wait for a login that is under way: that one ends with the process."""
-        self._closed = True
-        if self._lock.acquire(blocking=False):
-            if self._connection is not None:
-                self._connection.close()
-            self._lock.release()
-
-
 class Attempt:
     """A dial over UDP to a known agent, under way in a thread of its own."""
 
@@ -189,10 +156,16 @@ def _close(way: Way) -> None:
 def _over_udp(link: Link, node: Node, endpoint: Endpoint, alpns: Sequence[bytes], timeout_s: float) -> list[Any]:
     """All handshakes at the same time: one round trip for all of them."""
     connections = link.dial_all(endpoint.agent_id, endpoint.addresses, alpns, timeout_s, endpoint.node, endpoint.relay_url or None)
-    if endpoint.socket:
+    if endpoint.socket and (node.cluster.here or "".join(endpoint.addresses[:1]).startswith(("127.", "[::1]:"))):
         for connection in connections:
-            connection.beside = Beside(link, node, endpoint)
+            connection.near = lambda: _near(link, endpoint)
     return connections
+
+
+def _near(link: Link, endpoint: Endpoint) -> socket.socket:
+    """On one machine, for bulk: the agent's socket, if it is one of this user's. LinkError, RefusedError."""
+    connection = sockets.Connection(sockets.LANE_ALPN, link.id, endpoint.agent_id, endpoint.node, dial=_straight(endpoint, ours=True))
+    return connection.open(NEAR_S).detach(NEAR_S)
 
 
 def _over_socket(link: Link, node: Node, endpoint: Endpoint, alpns: Sequence[bytes], ssh: Any, check: bool = False) -> Way:

@@ -18,7 +18,7 @@ from conftest import eventually
 
 from gpurun import lanes, sockets
 from gpurun.errors import LinkError
-from gpurun.lanes import ASIDE, CHUNK, FRAME, NEAR, WINDOW, Beside, Bundle, Growth, Known, SocketLane
+from gpurun.lanes import CHUNK, FRAME, NEAR, WINDOW, Bundle, Growth, Known, SocketLane
 from gpurun.link import Link
 from gpurun.wire import TRANSFER_ALPN
 
@@ -440,32 +440,29 @@ def test_what_one_stream_learnt_the_next_one_to_that_peer_begins_with():
     assert steer(Growth(known=known), lambda count: 1e6 * min(count, 16), 2)[-1] == 16
 
 
-# ---- another way ---------------------------------------------------------------------------------------------------------------------
+# ---- on one machine ------------------------------------------------------------------------------------------------------------------
 
-def beside(near: bool, dialled: list[int], get: Callable[[int], Any]) -> Beside:
+def near(dialled: list[int], get: Callable[[int], Any]) -> Callable[[int], Coroutine]:
     async def dial(number: int) -> Any:
         dialled.append(number)
         return get(number), lambda: None, b""
 
-    return Beside(near, dial)
+    return dial
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_on_this_machine_all_goes_over_the_other_way_and_elsewhere_it_is_one_more_lane(near, monkeypatch):
+def test_on_one_machine_all_goes_over_the_socket_once_there_is_more_than_a_moments_work(monkeypatch):
     monkeypatch.setattr(lanes, "TICK_S", 0.01)
     data = os.urandom(40 << 20)
 
     async def work() -> tuple[list[int], int, int]:
-        (here, there), (aside, aside_there), dialled = lane(), lane(), []
+        (here, there), (one, other), dialled = lane(), lane(), []
         theirs = Bundle(broken, lambda: 0.0)
 
         def get(number: int) -> Any:
-            theirs.add(number, aside_there)
-            return aside
+            theirs.add(number, other)
+            return one
 
-        growth = Growth(1)
-        growth.lossy = True
-        ours = Bundle(broken, lambda: 0.0, None, growth, beside(near, dialled, get))
+        ours = Bundle(broken, lambda: 0.0, near=near(dialled, get))
         ours.add(0, here)
         theirs.add(0, there)
         reading = asyncio.ensure_future(read_all(theirs))
@@ -473,17 +470,16 @@ def test_on_this_machine_all_goes_over_the_other_way_and_elsewhere_it_is_one_mor
         await theirs.finish()
         assert await reading == data and await ours.read(1) == b""
         await asyncio.gather(ours.over.wait(), theirs.over.wait())
-        return dialled, here.written, aside.written
+        return dialled, here.written, one.written
 
-    dialled, straight, aside = run(work)
-    assert dialled == [NEAR if near else ASIDE]
-    assert aside > 0 and (straight < aside / 2 if near else straight > 0)
+    dialled, far, close = run(work)
+    assert dialled == [NEAR] and 0 < far < close / 2
 
 
-def test_a_stream_that_is_over_before_anybody_looks_takes_no_other_way():
+def test_a_stream_that_is_over_before_anybody_looks_takes_no_socket():
     async def work() -> list[int]:
         (here, there), dialled = lane(), []
-        ours, theirs = Bundle(broken, lambda: 0.0, None, None, beside(True, dialled, lambda number: None)), Bundle(broken, lambda: 0.0)
+        ours, theirs = Bundle(broken, lambda: 0.0, near=near(dialled, lambda number: None)), Bundle(broken, lambda: 0.0)
         ours.add(0, here)
         theirs.add(0, there)
         await asyncio.gather(write(ours, bytes(1 << 20), lambda: 1 << 16), theirs.finish(), read_all(theirs))
@@ -493,16 +489,16 @@ def test_a_stream_that_is_over_before_anybody_looks_takes_no_other_way():
     assert run(work) == []
 
 
-def test_another_way_that_leads_nowhere_costs_nothing_and_is_not_tried_again(monkeypatch):
+def test_a_socket_that_leads_nowhere_costs_nothing_and_is_not_tried_again(monkeypatch):
     monkeypatch.setattr(lanes, "TICK_S", 0.01)
 
-    async def work(known: Known) -> list[int]:
+    async def work() -> list[int]:
         (here, there), dialled = lane(), []
 
         def nobody(_number: int) -> Any:
             raise OSError("nobody is there")
 
-        ours, theirs = Bundle(broken, lambda: 0.0, None, None, beside(True, dialled, nobody), known), Bundle(broken, lambda: 0.0)
+        ours, theirs = Bundle(broken, lambda: 0.0, near=near(dialled, nobody)), Bundle(broken, lambda: 0.0)
         ours.add(0, here)
         theirs.add(0, there)
         data = os.urandom(30 << 20)
@@ -510,9 +506,7 @@ def test_another_way_that_leads_nowhere_costs_nothing_and_is_not_tried_again(mon
         assert got == data
         return dialled
 
-    known = Known()
-    assert run(lambda: work(known)) == [NEAR] and known.alone
-    assert run(lambda: work(known)) == []
+    assert run(work) == [NEAR]
 
 
 def test_a_socket_that_ends_without_a_word_has_not_delivered_what_was_under_way():
@@ -534,20 +528,19 @@ def test_a_socket_that_ends_without_a_word_has_not_delivered_what_was_under_way(
     assert run(work)
 
 
-def test_what_went_over_sockets_is_whole_and_they_are_closed():
+def test_what_goes_over_a_socket_is_whole_both_ways_and_it_is_closed():
     async def work() -> None:
-        (one, other), (third, fourth) = socket.socketpair(), socket.socketpair()
+        one, other = socket.socketpair()
         data = os.urandom(30 << 20)
         ours, theirs = Bundle(broken, lambda: 0.0), Bundle(broken, lambda: 0.0)
-        for number, here, there in ((NEAR, one, other), (ASIDE, third, fourth)):
-            for bundle, end in ((ours, here), (theirs, there)):
-                made = SocketLane(end)
-                bundle.add(number, made, made.close)
+        for bundle, end in ((ours, one), (theirs, other)):
+            made = SocketLane(end)
+            bundle.add(NEAR, made, made.close)
         got = await asyncio.gather(read_all(theirs), read_all(ours), write(ours, data, lambda: 100_000), write(theirs, data[::-1], lambda: 1 << 20))
         assert got[0] == data and got[1] == data[::-1]
         await asyncio.gather(ours.over.wait(), theirs.over.wait())
         await asyncio.sleep(0)
-        assert {end.fileno() for end in (one, other, third, fourth)} == {-1}
+        assert one.fileno() == other.fileno() == -1
 
     run(work)
 
@@ -603,23 +596,6 @@ def test_a_transfer_over_real_connections_is_the_same_over_one_and_over_several(
     client.close()
 
 
-class Straight:
-    """The agent's socket on this machine, as ways.Beside finds it."""
-
-    near = True
-
-    def __init__(self, door: sockets.Door, operator_id: str) -> None:
-        self.door, self.operator_id, self.taken, self.closed = door, operator_id, [], False
-
-    def open(self) -> socket.socket:
-        connection = sockets.Connection(sockets.LANE_ALPN, self.operator_id, self.door.id, "node", dial=lambda timeout_s: sockets.connect(self.door.path, timeout_s, True))
-        self.taken.append(connection.open(10).detach(10))
-        return self.taken[-1]
-
-    def close(self) -> None:
-        self.closed = True
-
-
 @pytest.fixture
 def door(peer, tmp_path):
     """The same node's socket."""
@@ -630,12 +606,18 @@ def door(peer, tmp_path):
     made.close()
 
 
+def straight(door: sockets.Door, operator_id: str) -> socket.socket:
+    connection = sockets.Connection(sockets.LANE_ALPN, operator_id, door.id, "node", dial=lambda timeout_s: sockets.connect(door.path, timeout_s, True))
+    return connection.open(10).detach(10)
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_transfer_on_one_machine_goes_on_over_the_socket_and_over_udp_again_if_that_breaks(peer, door, breaks, monkeypatch):
     monkeypatch.setattr(lanes, "TICK_S", 0.02)
     client = Link(os.urandom(32), "127.0.0.1:0")
     connection = client.dial(peer.id, [f"127.0.0.1:{peer.port()}"], TRANSFER_ALPN, 10)
-    connection.beside = straight = Straight(door, client.id)
+    taken = []
+    connection.near = lambda: (taken.append(straight(door, client.id)), taken[-1])[1]
     stream = connection.open(10)
     wrote, broke = [], []
 
@@ -649,16 +631,14 @@ def test_a_transfer_on_one_machine_goes_on_over_the_socket_and_over_udp_again_if
     monkeypatch.setattr(lanes.SocketLane, "write_all", write_all)
     data = os.urandom(80 << 20)
     assert exchange(stream, data) == data
-    assert len(straight.taken) == 1 and connection.most_lanes == 2 and bool(broke) == breaks
-    eventually(lambda: straight.taken[0].fileno() == -1 and not peer._bundles)
-    connection.close()
-    assert straight.closed
+    assert len(taken) == 1 and connection.most_lanes == 2 and bool(broke) == breaks
+    eventually(lambda: taken[0].fileno() == -1 and not peer._bundles)
     client.close()
 
 
 @pytest.mark.parametrize("said", [lanes.HEAD.pack(bytes(16), NEAR), lanes.HEAD.pack(bytes(16), 1), b"short", b""])
 def test_a_socket_that_belongs_to_no_stream_of_that_operator_is_closed(peer, door, said):
-    sock = Straight(door, "ab" * 32).open()
+    sock = straight(door, "ab" * 32)
     sock.sendall(said)
     sock.shutdown(socket.SHUT_WR)
     sock.settimeout(10)

@@ -60,38 +60,28 @@ def test_a_stream_there_and_back_whose_ends_end_one_by_one(door):
     assert stream.connection.path() == "ssh" and stream.connection.rtt_s() is not None
 
 
-def test_a_stream_becomes_a_plain_socket_and_a_channel_becomes_one_too(door):
-    """The bytes behind the first line are the lane's, those that came with it included."""
+def test_a_stream_becomes_a_lane_with_what_came_behind_its_first_line(door):
     taken = []
     door.take_lane = lambda *what: taken.append(what)
     door.serve(lambda who: who == ME, echo)
-    there = sockets.connect(door.path, 5)
-    there.sendall(json.dumps({"alpn": sockets.LANE_ALPN.decode(), "operator": ME}).encode() + b"\nmine")
+    with sockets.connect(door.path, 5) as there:
+        there.sendall(json.dumps({"alpn": sockets.LANE_ALPN.decode(), "operator": ME}).encode() + b"\nmine")
+        eventually(lambda: len(taken) == 1)
+        who, sock, first = taken.pop()
+        assert who == ME and first + (b"" if first else sock.recv(9)) == b"mine"
+        sock.close()
+    made = sockets.Connection(sockets.LANE_ALPN, ME, AGENT, "node", dial=lambda timeout_s: sockets.connect(door.path, timeout_s))
+    here = made.open().detach(5)
     eventually(lambda: len(taken) == 1)
-    assert taken[0][0] == ME and taken[0][2] + (taken[0][1].recv(9) if len(taken[0][2]) < 4 else b"") == b"mine"
-
-    class Channel:                                # what an SSH channel has
-        def __init__(self, sock):
-            self.recv, self.send, self.settimeout, self.shutdown, self.close = sock.recv, sock.send, sock.settimeout, sock.shutdown, sock.close
-
-    for kind in (lambda sock: sock, Channel):
-        made = sockets.Connection(sockets.LANE_ALPN, ME, AGENT, "node", dial=lambda timeout_s: kind(sockets.connect(door.path, timeout_s)))
-        here = made.open().detach(5)
-        eventually(lambda: len(taken) > 1)
-        _, there, _ = taken.pop()
-        data, got = os.urandom(8 << 20), []
-        there.settimeout(20)
-        for end in (here, there):
-            end.settimeout(20)
-        for one, other in ((here, there), (there, here)):
-            writer = threading.Thread(target=lambda: (one.sendall(data), one.shutdown(socket.SHUT_WR)))
-            writer.start()
-            got = b"".join(iter(lambda: other.recv(1 << 16), b""))
-            writer.join(20)
-            assert got == data
-        made.close()                              # leaves what was detached alone: it is over by itself
-        here.close()
-        there.close()
+    made.close()                                  # leaves what was detached alone
+    there = taken.pop()[1]
+    here.sendall(b"to")
+    there.sendall(b"fro")
+    assert (there.recv(9), here.recv(9)) == (b"to", b"fro")
+    here.close()
+    there.close()
+    with pytest.raises(RefusedError):
+        sockets.Connection(sockets.LANE_ALPN, "ee" * 32, AGENT, "node", dial=lambda timeout_s: sockets.connect(door.path, timeout_s)).open().detach(5)
 
 
 def test_on_this_machine_a_socket_of_another_user_is_not_taken_for_the_agents(tmp_path, monkeypatch):
