@@ -44,6 +44,7 @@ SAMPLE = 16 << 10
 POOR = 0.9                   # what shrinks to no less than this goes raw
 RAW_BYTES = 8 << 20          # after a poor sample, before the next one
 RAW_FILES = 15               # of small files, which are too small for a sample: so many go raw after two that didn't shrink
+TELLING = 512                # a file of fewer bytes says nothing of those that follow
 RAW = 0                      # the level that means: not at all
 FAST = float("inf")
 
@@ -161,7 +162,7 @@ class Packer:
         if packed >= POOR * size and size >= SAMPLED:
             self._raw_left = RAW_BYTES
             self._sampled = False
-        elif size >= SAMPLE // 8:
+        elif size >= TELLING:
             self._poor_files = self._poor_files + 1 if packed >= POOR * size else 0
             self._raw_files = RAW_FILES if self._poor_files > 1 else 0
 

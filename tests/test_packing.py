@@ -156,13 +156,14 @@ def test_a_file_that_shrinks_further_on_only_goes_packed_from_there():
     assert link.send(packer, TEXT + NOISE * 4) <= len(TEXT) + 2 * BLOCK
 
 
-def test_of_small_files_that_do_not_shrink_few_are_tried_and_text_among_them_is_found_again():
+@pytest.mark.parametrize("size", [1000, 4096])
+def test_of_small_files_that_do_not_shrink_few_are_tried_and_text_among_them_is_found_again(size):
     link = Link(1e6)
     packer = link.packer(rtt_s=0.1)
-    files = [NOISE[at:at + 4096] for at in range(0, 400 * 4096, 4096)]
-    assert sum(link.send(packer, data) for data in files) < 40 * 4096
-    texts = [TEXT[at:at + 4096] for at in range(0, 100 * 4096, 4096)]
-    assert sum(link.send(packer, data) for data in texts) > 80 * 4096
+    files = [NOISE[at:at + size] for at in range(0, 400 * size, size)]
+    assert sum(link.send(packer, data) for data in files) < 40 * size
+    texts = [TEXT[at:at + size] for at in range(0, 100 * size, size)]
+    assert sum(link.send(packer, data) for data in texts) > 80 * size
 
 
 def test_small_files_share_what_was_learnt_of_the_ones_before():
