@@ -456,10 +456,10 @@ class Incoming:
         return True
 
     def keep_tree(self, ahead: Optional[Ahead] = None) -> None:
-        """Ends a listing that `manifest.decode` has passed, once all of its contents are here, and were put into what is made `ahead`."""
+        """Ends a listing that `manifest.decode` has passed, once all of its contents are here, and were put into what is made `ahead`. It isn't synced
+        either: of what a power loss leaves of it the hash is another."""
         tree_id = self.sha256()
         self._spill()
-        os.fsync(self._fd)
         place = os.path.join(self._store._trees, tree_id)
         if ahead is not None:
             self._store.spare.arrived(place, ahead)             # first: a run that sees the listing takes it
