@@ -152,14 +152,12 @@ class _Lane:
         self.flying.append(chunk)
         self.flying_bytes += len(chunk.data)
 
-    def heard_of(self, count: int, now: float, waiting: bool) -> int:
-        """So many chunks are there in all; the bytes that weren't known to be. With nothing waiting, how long it took says nothing of the lane."""
-        size, sent_at = 0, now
+    def heard_of(self, count: int, now: float, waiting: bool) -> List[_Chunk]:
+        """So many chunks are there in all; those that weren't known to be. With nothing waiting, how long it took says nothing of the lane."""
         if not self.acknowledged <= count <= self.acknowledged + len(self.flying):
             raise LinkError("more was acknowledged than was sent")
-        for _ in range(count - self.acknowledged):
-            chunk = self.flying.popleft()
-            size, sent_at = size + len(chunk.data), chunk.sent_at
+        chunks = [self.flying.popleft() for _ in range(count - self.acknowledged)]
+        size, sent_at = sum(len(chunk.data) for chunk in chunks), chunks[-1].sent_at if chunks else now
         self.acknowledged = count
         self.flying_bytes -= size
         self.span_bytes += size
@@ -174,7 +172,7 @@ class _Lane:
                 self.room = min(max(self.room / 2, 2 * self.rate * (self.trip_s + ROOM_S) + ROOM_LEAST), ROOM_MOST)
                 self.sure_bytes += self.span_bytes
                 self.span_from, self.span_bytes = now, 0
-        return size
+        return chunks
 
 
 class Bundle:
@@ -205,6 +203,7 @@ class Bundle:
         self._final = self._final_sent = False                  # no more is written; F has gone
         self._deaf = self._there = False      # the other side reads no more; it has all of it
         self._doubled: Dict[int, float] = {}  # when the chunks at these offsets went once more
+        self._landed: Dict[int, int] = {}     # and so many bytes of them have come by one way or the other
         # in
         self._early: Dict[int, Any] = {}      # by offset, what came before its turn
         self._early_at: List[int] = []        # the same offsets, the lowest first
@@ -415,15 +414,17 @@ class Bundle:
         if len(lanes) == 1 or lane.flying_bytes >= lane.room or lane.rate * len(lanes) < sum(one.rate for one in lanes):
             return None
         late = now - late_s - 2 * lane.trip_s
-        firsts = (next((chunk for chunk in one.flying if self._doubled.get(chunk.offset, 0.0) < late), None) for one in lanes if one is not lane)
-        old = [chunk for chunk in firsts if chunk is not None and chunk.sent_at < late]
+        missing = [[chunk for chunk in one.flying if not self._has_landed(chunk)] for one in lanes if one is not lane]
+        near = min((chunks[0].offset for chunks in missing if chunks), default=0) + LATE_BYTES
+        old = [chunk for chunks in missing for chunk in chunks if chunk.offset <= near and max(chunk.sent_at, self._doubled.get(chunk.offset, 0.0)) < late]
         if not old:
             return None
         first = min(old, key=lambda chunk: chunk.offset)
-        if first.offset > min(one.flying[0].offset for one in lanes if one.flying) + LATE_BYTES:
-            return None
         self._doubled[first.offset] = now
         return first._replace(sent_at=now)
+
+    def _has_landed(self, chunk: _Chunk) -> bool:
+        return self._landed.get(chunk.offset, -1) >= len(chunk.data)
 
     def _kind_of(self, chunk: _Chunk, lane: _Lane) -> bytes:
         if not len(chunk.data):
@@ -528,7 +529,10 @@ class Bundle:
         if kind == b"A" and (self._deaf or self._there):
             pass                              # nothing is counted any more
         elif kind == b"A":
-            self._moved += lane.heard_of(number, self._loop.time(), bool(self._queue))
+            for chunk in lane.heard_of(number, self._loop.time(), bool(self._queue)):
+                self._moved += len(chunk.data)
+                if chunk.offset in self._doubled:
+                    self._landed[chunk.offset] = max(len(chunk.data), self._landed.get(chunk.offset, 0))
             self._wake() if self._settled() else lane.wake.set()
         elif kind == b"G":
             self._allowed = max(self._allowed, number)
@@ -567,7 +571,7 @@ class Bundle:
         for chunk in lost:
             if not len(chunk.data):
                 self._final_sent = False
-            elif not self._is_elsewhere(chunk):
+            elif not self._has_landed(chunk) and not self._is_elsewhere(chunk):
                 self._enqueue(chunk.offset, chunk.data)
         settled = self._settled()
         self._end(lane)
