@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import struct
 import threading
 import time
 from typing import TYPE_CHECKING, Callable, Collection, Iterable, Iterator, List, Optional, Sequence, Tuple
@@ -33,6 +34,9 @@ FREE_TIMES = 10                 # times as much free
 PAUSE_S = 0.25                  # the run that has just begun comes first
 MOST_CHANGED = 4                # a tree of which more than this part (a fourth) is another is made anew
 MOST_HELD = 10000               # entries that are held in memory while the contents of the others come
+JOURNAL_BYTES = 256 << 10       # are gathered for one write
+RECORD = struct.Struct(">32sI")
+LARGEST = 1 << 20               # no content in a journal has more bytes
 FRESH_S = 60.0                  # what was made ahead of a run that doesn't come goes
 
 Fill = Callable[[Iterable[Entry], str], object]     # makes the entries, files in private folders, in a folder that is there
@@ -53,12 +57,58 @@ class _Made:
         self.thread: Optional[threading.Thread] = None
 
 
+class Journal:
+    """Contents one behind the other in a file, each with its hash and size: to append one takes a tenth of the time that a file of its own does. They get
+    that (`Store.settle`) when the run has its workdir, and are hashed for it once more."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd, self._size = -1, 0
+        self._due: List[bytes] = []
+
+    def add(self, sha256: str, size: int, parts: Sequence[bytes]) -> None:
+        self._due.append(RECORD.pack(bytes.fromhex(sha256), size))
+        self._due.extend(parts)
+        self._size += RECORD.size + size
+        if self._size >= JOURNAL_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        data, self._due, self._size = b"".join(self._due), [], 0
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        write_all(self._fd, data)
+
+    def end(self) -> None:
+        """No more comes."""
+        try:
+            self.flush()
+        finally:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+    def contents(self) -> Iterator[Tuple[str, bytes]]:
+        """(SHA-256, bytes) of each; after a kill or a power loss the last may be anything."""
+        with open(self.path, "rb") as stream:
+            while True:
+                head = stream.read(RECORD.size)
+                if len(head) < RECORD.size:
+                    return
+                sha256, size = RECORD.unpack(head)
+                if size > LARGEST:
+                    return
+                yield sha256.hex(), stream.read(size)
+
+
 class Ahead:
     """A tree's workdir while its contents come: each is written there too, from memory, once it is checked. Used by the push alone until it is whole."""
 
-    def __init__(self, path: str) -> None:
-        """Makes nothing yet."""
+    def __init__(self, path: str, journal: str) -> None:
+        """Makes nothing yet. `journal`: the path of one, for the same contents, if there is to be any."""
         self.path, self.off = path, False       # off: it isn't worth it, or can't be had
+        self.journal: Optional[Journal] = None
+        self._journal = journal
         self.folders: List[Entry] = []
         self.rest: List[Entry] = []             # what doesn't come: it is here, or has no contents
         self.files = self.size = 0
@@ -88,6 +138,7 @@ class Ahead:
             self._begun = True
             for folder in self.folders:
                 os.mkdir(manifest.local_path(self.path, folder.path), 0o700)
+            self.journal = Journal(self._journal)
         except OSError:
             self.off = True
 

@@ -2,7 +2,8 @@
 
     cache/contents/ab/cdef…    a file's bytes, named by their SHA-256; never written again once in place
     cache/trees/<tree id>      a listing (`manifest.encode`), checked line by line, all of whose contents were here when it was put in place
-    cache/incoming/            what is on its way, and the workdir of a tree that is; emptied when the agent starts
+    cache/incoming/            what is on its way, and the workdir of a tree that is; emptied when the agent starts, but for
+    cache/incoming/journal-1   small contents one behind the other, as they came: their files are made a moment later (`settle`)
     cache/spare/               the next run's workdir, made ahead (`spare`)
     runs/<run id>/work/        a run's workdir: copies (reflinks where the file system can), never links, so a job can't write into the cache
 
@@ -15,6 +16,7 @@ a second so hashes them each time.) A listing is hashed whenever a run begins. W
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -26,7 +28,7 @@ from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optiona
 from gpurun import manifest
 from gpurun.errors import TransferError, WorkspaceError
 from gpurun.files import FULL, atomic_write, exact_bytes, free_bytes, make_private_dir, remove_tree, write_all
-from gpurun.spare import Ahead, Spare
+from gpurun.spare import Ahead, Journal, Spare
 
 COPY_BYTES = 1 << 20
 SMALL_BYTES = 256 << 10         # a content up to this size is checked in memory and written in one go
@@ -40,6 +42,8 @@ KEEP_PARTIALS = 4
 RESUME_BYTES = 64 << 10         # what broke off below this size is sent again whole: a bad link brings no more at a time
 MARK_NS = 271828000             # whole microseconds: there are file systems that keep no more
 SECOND_NS = 10 ** 9
+JOURNAL = "journal-"
+SETTLE_S = 1.0                  # after a push, until the files of its contents are made: its run comes first
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -61,9 +65,16 @@ class Store:
         self._contents = make_private_dir(os.path.join(root, "cache", "contents"))
         self._trees = make_private_dir(os.path.join(root, "cache", "trees"))
         self._incoming = os.path.join(root, "cache", "incoming")
-        remove_tree(self._incoming)
         make_private_dir(self._incoming)
-        self._number = 0
+        self._journals: List[Journal] = []                      # of pushes that have ended: contents whose files aren't made yet
+        for name in os.listdir(self._incoming):
+            path = os.path.join(self._incoming, name)
+            if name.startswith(JOURNAL) and name[len(JOURNAL):].isdigit():
+                self._journals.append(Journal(path))
+            else:
+                remove_tree(path)
+        self._settling = threading.Lock()
+        self._number = max([int(journal.path.rpartition("-")[2]) for journal in self._journals], default=0)
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._in_use = threading.Condition()
@@ -125,6 +136,7 @@ class Store:
 
     def lacks(self, entries: Iterable[manifest.Entry], others: Callable[[manifest.Entry], None] = lambda entry: None) -> Iterator[Tuple[int, manifest.Entry]]:
         """(index, entry) of those whose contents have to be sent: each content once, none for empty files. `others` is told of all other entries."""
+        self.settle()
         asked = set()
         for index, entry in enumerate(entries):
             if entry.size and entry.sha256 not in asked:
@@ -138,7 +150,51 @@ class Store:
         """For the workdir of a tree that comes."""
         with self._lock:
             self._number += 1
-            return Ahead(os.path.join(self._incoming, f"work-{self._number}"))
+            return Ahead(os.path.join(self._incoming, f"work-{self._number}"), os.path.join(self._incoming, f"{JOURNAL}{self._number}"))
+
+    def ended(self, ahead: Ahead) -> None:
+        """Its push is over, well or not."""
+        ahead.drop_unless_whole()
+        with contextlib.suppress(OSError):      # then what wasn't written of its journal is asked for again
+            self._take_over(ahead)
+
+    def _take_over(self, ahead: Ahead) -> None:
+        """What is in its journal counts as being here; the files are made a moment later, or as soon as somebody asks for them."""
+        journal, ahead.journal = ahead.journal, None
+        if journal is None:
+            return
+        try:
+            journal.end()
+        finally:
+            with self._lock:
+                self._journals.append(journal)
+            later = threading.Timer(SETTLE_S, self.settle)
+            later.daemon = True
+            with contextlib.suppress(RuntimeError):             # no more threads: then whoever asks waits for it
+                later.start()
+
+    def settle(self) -> None:
+        """Makes the files of contents that came in a journal. Whoever asks for contents waits for it."""
+        if not self._journals:
+            return
+        with self._settling:
+            while self._journals:
+                journal = self._journals[0]
+                try:
+                    for sha256, data in journal.contents():
+                        incoming = Incoming(self)
+                        try:
+                            incoming.write(data)
+                            if not incoming.keep(sha256, len(data)):
+                                break
+                        finally:
+                            incoming.drop()
+                except OSError:
+                    self.forget()               # what isn't here now is asked for again
+                with contextlib.suppress(OSError):
+                    os.unlink(journal.path)
+                with self._lock:
+                    self._journals.pop(0)
 
     def incoming(self) -> "Incoming":
         self._touched = time.monotonic()
@@ -309,7 +365,11 @@ class Store:
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if entry.size:
-                source = os.open(self._path(entry.sha256), os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    source = os.open(self._path(entry.sha256), os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    self.settle()
+                    source = os.open(self._path(entry.sha256), os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     found = os.fstat(source)    # it may have changed since it was asked for
                     if not (found.st_size == entry.size and self._trusted(found)) and not self.has(entry.sha256, entry.size):
@@ -349,6 +409,7 @@ class Store:
                     return 0
                 self._known = {}
                 partials, self._partials = list(self._partials.values()), {}
+            self.settle()
             for partial in partials:
                 partial.drop()
             if self.spare.one is None:
@@ -443,12 +504,14 @@ class Incoming:
     def sha256(self) -> str:
         return self._hash.hexdigest()
 
-    def keep(self, sha256: str, size: int) -> bool:
-        """Ends it: True when it is the content that was announced and is in place now."""
+    def keep(self, sha256: str, size: int, journal: Optional[Journal] = None) -> bool:
+        """Ends it: True when it is the content that was announced and is in place now, or in the journal."""
         if self.sha256() != sha256 or self.size != size:
             self.drop()
             return False
-        if self._fd >= 0 or not self._store._put(sha256, self.parts):
+        if self._fd < 0 and journal is not None:
+            journal.add(sha256, size, self.parts)
+        elif self._fd >= 0 or not self._store._put(sha256, self.parts):
             self._spill()
             _mark_verified(self._fd)
             self._place(self._store._path(sha256))
@@ -462,6 +525,7 @@ class Incoming:
         self._spill()
         place = os.path.join(self._store._trees, tree_id)
         if ahead is not None:
+            self._store._take_over(ahead)
             self._store.spare.arrived(place, ahead)             # first: a run that sees the listing takes it
         self._place(place)
         self._store._knows(Tree(place))

@@ -373,7 +373,7 @@ def serve_push(channel: Channel, header: Dict[str, Any], store: Store, arrived: 
             _take_tree(channel, tree, store, listing, ahead, base, packing.chosen(header.get("packs")), along, along and header.get("early") is True, arrived)
         finally:
             listing.drop()
-            ahead.drop_unless_whole()
+            store.ended(ahead)
     except OSError as error:
         raise store.not_stored("the workspace's listing", error, RESERVE_BYTES) from None
 
@@ -519,7 +519,7 @@ def _take_content(channel: Channel, store: Store, entry: Entry, incoming: Option
                 return False
             if kind == b"E":
                 parts = incoming.parts
-                kept = incoming.keep(entry.sha256, entry.size)
+                kept = incoming.keep(entry.sha256, entry.size, ahead.journal)
                 if kept:
                     ahead.add(entry, parts)
                 return kept

@@ -305,9 +305,11 @@ class Pushed:
         self.copied.clear()
         assert self.store.materialize(entries, str(self.work)) == (sum(entry.kind == "file" for entry in entries), sum(entry.size for entry in entries))
         copied = sorted(self.copied)
+        self.store.settle()
         self.store.spare.clear()
         assert looks(self.work) == looks(self.tree) and rsync_differences(self.tree, self.work) == "" and self.on_its_way() == []
         cache_is_sound(self.store)
+        assert all(self.store.has(entry.sha256, entry.size) for entry in entries if entry.size)
         return copied
 
     def on_its_way(self) -> list[str]:
@@ -363,18 +365,20 @@ def test_what_is_made_ahead_goes_with_a_push_that_breaks_and_with_a_file_that_ch
     push(Store(str(pushed.work.parent / "another")), pushed.tree)
     with pytest.raises(LinkError):
         push(pushed.store, pushed.tree, cut=push.stream.written - 10)
+    pushed.store.settle()
     assert pushed.on_its_way() == []
     entries, encoded = listed(pushed.tree)
     (pushed.tree / "d3/f59").write_bytes(b"changed")
     with pytest.raises(ChangedError):
         push(pushed.store, pushed.tree, entries=entries, encoded=encoded)
+    pushed.store.settle()
     assert pushed.on_its_way() == []
 
 
 def test_what_is_made_ahead_of_a_run_that_does_not_come_is_no_later_ones(pushed, monkeypatch):
     arrived: list[str] = []
     push(pushed.store, pushed.tree, arrived=arrived)
-    assert len(pushed.on_its_way()) == 1
+    assert [name[:5] for name in sorted(pushed.on_its_way())] == ["journ", "work-"]
     other = write_files(pushed.work.parent / "other", {"a": b"a"})
     push(pushed.store, other, arrived=arrived)
     pushed.store.materialize(pushed.store.tree(arrived[1]), str(pushed.work))
@@ -385,6 +389,7 @@ def test_what_is_made_ahead_of_a_run_that_does_not_come_is_no_later_ones(pushed,
     assert len(pushed.run()) == FILES
     push(pushed.store, pushed.tree)
     pushed.store.spare.clear()
+    pushed.store.settle()
     assert pushed.on_its_way() == []
 
 
@@ -395,5 +400,94 @@ def test_two_pushes_of_one_tree_at_once_make_one_workdir(pushed):
         one.start()
     for one in pushers:
         one.join()
-    assert len(pushed.on_its_way()) == 1
+    assert sum(name.startswith("work-") for name in pushed.on_its_way()) == 1
     pushed.materialize(arrived[0])
+
+
+def journal_of(pushed: Pushed) -> Path:
+    (name,) = [name for name in pushed.on_its_way() if name.startswith("journal-")]
+    return Path(pushed.store.root, "cache", "incoming", name)
+
+
+@pytest.fixture
+def killed(pushed, monkeypatch):
+    """The agent was killed after a push, before it had made the files of the contents."""
+    monkeypatch.setattr(store_module, "SETTLE_S", 1000.0)
+    arrived: list[str] = []
+    push(pushed.store, pushed.tree, arrived=arrived)
+    pushed.id = arrived[0]
+    pushed.again = lambda: Store(pushed.store.root)
+    return pushed
+
+
+def test_what_came_is_there_for_an_agent_after_one_that_was_killed(killed):
+    store = killed.again()
+    assert [name for name in killed.on_its_way() if name.startswith("work-")] == []
+    assert store.ahead().path != killed.store.ahead().path
+    store.materialize(store.tree(killed.id), str(killed.work))
+    assert looks(killed.work) == looks(killed.tree)
+    store.spare.clear()
+    assert killed.on_its_way() == []
+    cache_is_sound(store)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:len(data) // 2], lambda data: data[:700] + b"\xff" * 40 + data[740:], lambda data: b"\xff" * len(data), lambda data: b""],
+                         ids=["cut", "one content", "all", "empty"])
+def test_of_a_journal_that_a_power_loss_damaged_only_what_is_whole_is_taken(killed, damage):
+    path = journal_of(killed)
+    path.write_bytes(damage(path.read_bytes()))
+    store = killed.again()
+    assert store.tree(killed.id) is None and killed.on_its_way() == []
+    cache_is_sound(store)
+    arrived: list[str] = []
+    push(store, killed.tree, arrived=arrived)
+    store.materialize(store.tree(arrived[0]), str(killed.work))
+    assert looks(killed.work) == looks(killed.tree)
+    store.spare.clear()
+
+
+def test_what_no_agent_put_on_its_way_is_removed_when_one_starts(killed):
+    for name in ("journal-", "journal-x", "7"):
+        Path(killed.store.root, "cache", "incoming", name).write_bytes(b"x")
+    killed.again()
+    assert [name[:8] for name in killed.on_its_way()] == ["journal-"] and journal_of(killed).name != "journal-"
+
+
+def test_contents_for_whose_files_there_is_no_room_are_asked_for_again(killed, monkeypatch):
+    real = os.open
+
+    def full(path, flags, *args, **keys):
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return real(path, flags, *args, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        killed.store.settle()
+    assert killed.store.tree(killed.id) is None
+    arrived: list[str] = []
+    assert push(killed.store, killed.tree, arrived=arrived).files == FILES
+    killed.materialize(arrived[0])
+
+
+def test_whoever_asks_for_contents_while_their_files_are_made_waits_for_them(killed):
+    keep, begun, go_on = store_module.Incoming.keep, threading.Event(), threading.Event()
+
+    def slow(self, *args):
+        begun.set()
+        assert go_on.wait(20)
+        return keep(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module.Incoming, "keep", slow)
+        maker = threading.Thread(target=killed.store.settle)
+        maker.start()
+        assert begun.wait(20)
+        found: list[object] = []
+        killed.store.forget()
+        asker = threading.Thread(target=lambda: found.append(killed.store.tree(killed.id)))
+        asker.start()
+        go_on.set()
+        maker.join()
+        asker.join()
+    assert found[0] is not None
