@@ -53,6 +53,7 @@ SURE_BYTES = 2 << 20          # a rate that fewer bytes made says little
 MOST = 64                     # lanes: beyond that nothing was gained anywhere
 GREW = 1.2                    # more lanes are kept if the rate is so many times what it was, at two looks: one alone is noise on a link with a queue
 GREW_SURELY = 3.0             # for this one look is enough
+FELL = 2                      # a rate that is so many times less than before the last trial is that of another link
 TIMES, TIMES_LOSSY = 4, 16    # so many times as many are tried; where each lane's window is no more than LOSSY_BYTES
 LOSSY_BYTES = 64 << 10        # windows of a link without loss don't stop there
 TRIAL_S = 2.0                 # and ten round trips: for dialling and for windows to open
@@ -104,7 +105,9 @@ class Growth:
             self._recent.clear()
             return self.lanes
         lossy = rate * rtt_s < self.lanes * LOSSY_BYTES
-        if self._fewer and (rate >= self._before * GREW_SURELY or min(last, rate) >= self._before * GREW):
+        if lossy and len(self._recent) == 4 and sum(self._recent) / 4 * FELL < self._before and self.lanes < self._most:
+            self._try(self._fewer or self.lanes, TIMES_LOSSY, now, rtt_s)   # packets are lost by now: of that the rate before knew nothing
+        elif self._fewer and (rate >= self._before * GREW_SURELY or min(last, rate) >= self._before * GREW):
             self._fewer, self._hold_s, self._until = 0, HOLD_S, now
             self._known.lanes = self.lanes
             if not lossy:
@@ -115,10 +118,14 @@ class Growth:
         elif rate > last * GREW:
             return self.lanes                 # its windows open by themselves
         if not self._fewer and now >= self._until and self.lanes < self._most:
-            self._fewer, self._before, self._until = self.lanes, max(self._recent), now + TRIAL_S + 10 * rtt_s
-            self._recent.clear()
-            self.lanes = min(self._most, max(self.lanes * (TIMES_LOSSY if lossy else TIMES), self._known.lanes))
+            self._try(self.lanes, TIMES_LOSSY if lossy else TIMES, now, rtt_s)
         return self.lanes
+
+    def _try(self, fewer: int, times: int, now: float, rtt_s: float) -> None:
+        """So many times as many lanes, for a while."""
+        self._fewer, self._before, self._until = fewer, max(self._recent), now + TRIAL_S + 10 * rtt_s
+        self._recent.clear()
+        self.lanes = min(self._most, max(self.lanes * times, self._known.lanes))
 
 
 class _Chunk(NamedTuple):

@@ -186,7 +186,7 @@ class Store:
                         try:
                             incoming.write(data)
                             if not incoming.keep(sha256, len(data)):
-                                break
+                                raise OSError(errno.EIO, "a journal that isn't whole", journal.path)
                         finally:
                             incoming.drop()
                 except OSError:
