@@ -48,7 +48,7 @@ def writes(_stream: Any, data: bytes, _timeout_s: float) -> None:
 
 
 def adds(bundle: Any, number: int, *_: Any, **__: Any) -> None:
-    counts["connections"] += number > 0
+    counts["connections"] += number not in (0, lanes.NEAR)    # the agent's own socket is none
     counts["most_lanes"] = max(counts["most_lanes"], bundle.lanes + 1)
 
 

@@ -135,7 +135,7 @@ def test_a_tree_of_2000_files_that_did_not_change_costs_what_one_file_does(far):
     shutil.rmtree(far.link.folder.parent / "cache/gpurun/pushed")           # nothing is remembered of what the node has: the listing goes, and a round trip's worth of contents
     known = far.cost(far.job(far.noise))
     assert known.counts["wrote"] < far.trivial.counts["wrote"] + 80 * FILES + pushing.ALONG_BYTES and known.counts["trips"] <= again.counts["trips"] + 1
-    assert known.back < far.trivial.back + NOISE
+    assert known.back < far.trivial.back + NOISE + known.there / 20           # the acknowledgements of what went
 
 
 @needs_a_network
