@@ -384,18 +384,23 @@ class Door:
         self.take_lane: Optional[Callable[[str, socket.socket, bytes], None]] = None   # given a lane's operator, its socket and what came over it
         self._slots = threading.BoundedSemaphore(STREAMS_AT_ONCE)
         self._thread: Optional[threading.Thread] = None
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._closed = False
+        self._sock = self._listen()
+
+    def _listen(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.unlink(path)
+            os.unlink(self.path)
         except FileNotFoundError:
             pass
         before = os.umask(0o177)              # the socket is born with its mode: there is no moment in which others could open it
         try:
-            self._sock.bind(path)
+            sock.bind(self.path)
         finally:
             os.umask(before)
-        self._made = os.stat(path)
-        self._sock.listen(STREAMS_AT_ONCE)
+        self._made = os.stat(self.path)
+        sock.listen(STREAMS_AT_ONCE)
+        return sock
 
     def serve(self, authorized: Callable[[str], bool], handle: Callable[[Stream], None]) -> None:
         """From now on. Whose id `authorized` doesn't know gets no further than its first line. No peer can stop this: each has a thread, of which
@@ -404,10 +409,20 @@ class Door:
         self._thread.start()
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether somebody still takes what comes."""
+        """Whether somebody still takes what comes. A socket that was removed (/tmp is tidied up) is made again."""
+        if not os.path.lexists(self.path) and not self._closed:
+            try:
+                if self._alone:
+                    _private(os.path.dirname(self.path))
+                old, self._sock = self._sock, self._listen()
+                old.shutdown(socket.SHUT_RDWR)                   # whoever waits in it goes on with the new one
+                old.close()
+            except OSError:
+                pass                          # its folder is gone too, or the disk is full: it is looked at again
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
+        self._closed = True
         for step in (self._remove, lambda: self._sock.shutdown(socket.SHUT_RDWR), self._sock.close):
             try:
                 step()
@@ -426,9 +441,9 @@ class Door:
             try:
                 sock = self._sock.accept()[0]
             except OSError as error:
-                if error.errno in (errno.EBADF, errno.EINVAL):
-                    return                    # it was closed
-                time.sleep(ACCEPT_PAUSE_S)    # no descriptors just now, or a peer that was gone again
+                if error.errno in (errno.EBADF, errno.EINVAL) and self._closed:
+                    return
+                time.sleep(ACCEPT_PAUSE_S)    # no descriptors just now, a peer that was gone again, or another socket by now
                 continue
             if not self._slots.acquire(blocking=False):
                 _answer(sock, {"refused": f"{STREAMS_AT_ONCE} streams are open at the agent's socket, and no more are taken"})

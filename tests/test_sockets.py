@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -82,6 +83,31 @@ def test_a_stream_becomes_a_lane_with_what_came_behind_its_first_line(door):
     there.close()
     with pytest.raises(RefusedError):
         sockets.Connection(sockets.LANE_ALPN, "ee" * 32, AGENT, "node", dial=lambda timeout_s: sockets.connect(door.path, timeout_s)).open().detach(5)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_socket_that_was_tidied_up_is_made_again_and_streams_of_before_go_on(tmp_path, monkeypatch, deep):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / ("x" * 200 if deep else "agent")          # one with a long name has its socket elsewhere, alone in a folder
+    folder.mkdir()
+    door = sockets.open_door(str(folder), AGENT, [ALPN])
+    door.serve(lambda who: who == ME, echo)
+    before = connection(door).open()
+    before.write(b"a", 5)
+    assert before.read(5) == b"a"
+    os.unlink(door.path)
+    if deep:
+        os.rmdir(os.path.dirname(door.path))
+    assert door.answers(1)
+    assert os.stat(door.path).st_mode & 0o777 == 0o600 and (not deep or os.stat(os.path.dirname(door.path)).st_mode & 0o077 == 0)
+    for stream in (before, connection(door).open()):
+        stream.write(b"b", 5)
+        assert stream.read(5) == b"b"
+    shutil.rmtree(folder)
+    assert door.answers(1), "without its folder it is as before"
+    door.close()
+    door.answers(1)
+    assert not os.path.exists(door.path)
 
 
 def test_on_this_machine_a_socket_of_another_user_is_not_taken_for_the_agents(tmp_path, monkeypatch):
