@@ -421,9 +421,10 @@ class Bundle:
         if len(lanes) == 1 or lane.flying_bytes >= lane.room or lane.rate * len(lanes) < sum(one.rate for one in lanes):
             return None
         late = now - late_s - 2 * lane.trip_s
-        missing = [[chunk for chunk in one.flying if not self._has_landed(chunk)] for one in lanes if one is not lane]
-        near = min((chunks[0].offset for chunks in missing if chunks), default=0) + LATE_BYTES
-        old = [chunk for chunks in missing for chunk in chunks if chunk.offset <= near and max(chunk.sent_at, self._doubled.get(chunk.offset, 0.0)) < late]
+        missing = [(one, chunk) for one in lanes for chunk in one.flying if not self._has_landed(chunk)]
+        last = min((chunk.offset for _, chunk in missing), default=0) + LATE_BYTES
+        old = [chunk for one, chunk in missing
+               if one is not lane and chunk.offset <= last and max(chunk.sent_at, self._doubled.get(chunk.offset, 0.0)) < late]
         if not old:
             return None
         first = min(old, key=lambda chunk: chunk.offset)

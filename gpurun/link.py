@@ -18,6 +18,7 @@ import re
 import socket
 import threading
 import traceback
+import weakref
 from concurrent.futures import CancelledError, Future, TimeoutError as FutureTimeoutError
 from typing import Any, Callable, Coroutine, Dict, List, Optional, Sequence, Tuple
 
@@ -277,6 +278,7 @@ class Connection:
         self.name = name or self.peer_id[:10]
         self.was_closed = False               # by the peer, with its word for it; one that is lost says nothing
         self.most_lanes = 1                   # that a stream of it has had at once
+        self._opened: "weakref.WeakSet[Bundle]" = weakref.WeakSet()
         self.near: Optional[Callable[[], socket.socket]] = None   # on one machine, a socket that leads there too, for one more lane
 
     def open(self, timeout_s: float = 10.0) -> Stream:
@@ -308,6 +310,7 @@ class Connection:
         growth = Growth(self._most, self._known) if self._again is not None and self._most > 1 else None
         bundle = Bundle(self.broken, self.usual_rtt_s, dial, growth, dial_near if self.near is not None else None)
         bundle.add(0, _Lane(bi), head=HEAD.pack(bundle_id, 0))
+        self._opened.add(bundle)
         return bundle
 
     def usual_rtt_s(self) -> float:
@@ -339,7 +342,13 @@ class Connection:
         return None if rtt_ms is None else rtt_ms / 1000
 
     def close(self, code: int = CLOSE_BYE, reason: str = "") -> None:
+        """And with it every stream that was opened here, whatever other lanes it has."""
+        async def end() -> None:
+            for bundle in list(self._opened):
+                await bundle.reset(1)
+
         self._connection.close(code, reason.encode())
+        self._loop.start(end())
 
 
 class Link:

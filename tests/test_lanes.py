@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -676,6 +677,37 @@ def test_a_transfer_on_one_machine_goes_on_over_the_socket_and_over_udp_again_if
     assert exchange(stream, data) == data
     assert len(taken) == 1 and connection.most_lanes == 2 and bool(broke) == breaks
     eventually(lambda: taken[0].fileno() == -1 and not peer._bundles)
+    client.close()
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_the_end_of_a_connection_is_that_of_its_streams_over_whatever_lanes_they_go(peer, door, close, monkeypatch):
+    """Who gives a session up begins its transfers anew over the next one: the old ones must not go on writing beside them."""
+    monkeypatch.setattr(lanes, "TICK_S", 0.02)
+    monkeypatch.setattr(Growth, "look", lambda self, *_: 3)
+    client = Link(os.urandom(32), "127.0.0.1:0")
+    connection = client.dial(peer.id, [f"127.0.0.1:{peer.port()}"], TRANSFER_ALPN, 10)
+    connection.near = (lambda: straight(door, client.id)) if close else None
+    stream = connection.open(10)
+
+    def endless() -> None:
+        with contextlib.suppress(LinkError):
+            for _ in range(10_000):
+                stream.write(bytes(1 << 18), LIMIT_S)
+
+    writer = threading.Thread(target=endless)
+    writer.start()
+    stream.read(LIMIT_S)
+    (there,) = peer._bundles.values()
+    while there.lanes < (4 if close else 3):
+        stream.read(LIMIT_S)
+    connection.close()
+    with pytest.raises(LinkError):
+        for _ in range(1000):                 # what was there already
+            stream.read(LIMIT_S)
+    writer.join(LIMIT_S)
+    assert not writer.is_alive()
+    eventually(lambda: not peer._bundles)
     client.close()
 
 
