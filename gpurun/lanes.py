@@ -331,6 +331,10 @@ class Bundle:
 
     def add(self, number: int, stream: Any, close: Callable[[], None] = lambda: None, head: bytes = b"") -> None:
         """One more lane. `head`: what is to be said on it first, by the side that dialled."""
+        if self._error is not None or self.over.is_set():       # it came too late
+            self._task(_give_up(stream))
+            close()
+            return
         lane = _Lane(stream, close, number == NEAR)
         if head:
             lane.due.append(head)

@@ -360,7 +360,13 @@ def _bind(make: Any, key: bytes, bind: str, relay: Any, before: Dict[str, Any]) 
             return make(key, f"{host}:{last}", alpns, relay, port6=last6)
         except LinkError:
             pass                             # taken meanwhile
-    return make(key, bind, alpns, relay, port6=last6 or int(port))
+    try:
+        return make(key, bind, alpns, relay, port6=int(port) or last6)
+    except LinkError as error:
+        if port == "0":
+            raise
+        raise LinkError(f"{error}. Most likely another program, or the agent of another node_dir, has UDP port {port} here: end that, or use another "
+                        "`udp_port`") from None
 
 
 class LoginEnvironment:

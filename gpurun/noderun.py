@@ -84,16 +84,23 @@ class NodeRun:
         folder = os.path.join(store.runs, run_id)
         state = runstate.complete({"version": VERSION, "run_id": run_id, "job": job, "operator": operator, "operator_name": operator_name,
                                    "created": time.time(), "place": place, "keep": keep, "turn": False, "shared": shared})
+        def begin() -> "NodeRun":
+            try:
+                make_private_dir(folder)
+            except OSError as error:
+                raise TransferError(f"the run's folder {folder} could not be made on the node: {error.strerror} "
+                                    f"({room(store.root, RECORDS_BYTES)})") from None
+            run = cls(store, folder, state, **parts)
+            run._began_phase()
+            if not run._save():
+                raise TransferError(f"nothing can be written in {folder} on the node ({room(store.root, RECORDS_BYTES)}): make room there")
+            return run
+
         try:
-            make_private_dir(folder)
-        except OSError as error:
-            raise TransferError(f"the run's folder {folder} could not be made on the node: {error.strerror} "
-                                f"({room(store.root, RECORDS_BYTES)})") from None
-        run = cls(store, folder, state, **parts)
-        run._began_phase()
-        if not run._save():
-            raise TransferError(f"nothing can be written in {folder} on the node ({room(store.root, RECORDS_BYTES)}): make room there")
-        return run
+            return begin()
+        except TransferError:
+            store.spare.clear()              # what was made ahead goes first
+            return begin()
 
     @classmethod
     def load(cls, store: Store, folder: str, **parts: Any) -> Optional["NodeRun"]:

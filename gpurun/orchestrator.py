@@ -682,7 +682,7 @@ class Orchestrator:
     def _push_tree(self, session: Session) -> Any:
         for attempt in range(PUSHES):
             try:
-                return pushing.push(session.transfer(), str(self._job.workdir), self._entries, self._encoded, self._push_progress)
+                return pushing.push(session.transfer, str(self._job.workdir), self._entries, self._encoded, self._push_progress)
             except transfer.ChangedError as error:
                 if attempt == PUSHES - 1:
                     raise WorkspaceError(f"{error}; tried {PUSHES} times. Wait until nothing writes it, or exclude it.") from None

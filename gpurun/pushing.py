@@ -36,14 +36,22 @@ _doubted: set[str] = set()      # where it is remembered what went to the agents
 
 
 class _MisunderstoodError(LinkError):
-    """To the caller a link that broke: it pushes again, and nothing goes along then."""
+    """Perhaps nothing but a guess that the agent didn't understand. The next push goes without."""
 
 
-def push(stream: Any, root: str, entries: Sequence[Entry], encoded: bytes, progress: Progress) -> Pushed:
+def push(open_stream: Callable[[], Any], root: str, entries: Sequence[Entry], encoded: bytes, progress: Progress) -> Pushed:
     """Brings what the node lacks of a tree. Raises ChangedError when a file changed since it was listed, TransferError, LinkError.
 
-    `encoded` is the listing of `entries`, which are hashed; `root` is where their files are.
+    `encoded` is the listing of `entries`, which are hashed; `root` is where their files are. More than one stream is opened where the first guess
+    was a wrong one.
     """
+    try:
+        return _push(open_stream(), root, entries, encoded, progress)
+    except _MisunderstoodError:
+        return _push(open_stream(), root, entries, encoded, progress)
+
+
+def _push(stream: Any, root: str, entries: Sequence[Entry], encoded: bytes, progress: Progress) -> Pushed:
     channel = Channel(stream)
     memory = _Memory(getattr(getattr(stream, "connection", None), "peer_id", ""))
     try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Callable, Collection, Iterable, Iterator, List
 
 from gpurun import manifest
 from gpurun.errors import GpurunError
-from gpurun.files import free_bytes, remove_tree, write_all
+from gpurun.files import remove_tree, write_all
 from gpurun.manifest import Entry
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ MOST_HELD = 10000               # entries that are held in memory while the cont
 JOURNAL_BYTES = 256 << 10       # are gathered for one write
 RECORD = struct.Struct(">32sI")
 LARGEST = 1 << 20               # no content in a journal has more bytes
+FILE_BYTES = 4096               # of a file, beside its own bytes: the end of its last block, and what the file system keeps of it
 FRESH_S = 60.0                  # what was made ahead of a run that doesn't come goes
 
 Fill = Callable[[Iterable[Entry], str], object]     # makes the entries, files in private folders, in a folder that is there
@@ -55,6 +56,12 @@ class _Made:
         self.begun = False
         self.made_ns = 0                        # when it was whole, by the clock of its disk
         self.thread: Optional[threading.Thread] = None
+
+
+def _fits(folder: str, files: int, size: int) -> bool:
+    """Whether the disk has so many times as much free, of bytes and of files (some file systems count none)."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize >= (size + files * FILE_BYTES) * FREE_TIMES and (not found.f_files or found.f_favail >= files * FREE_TIMES)
 
 
 class Journal:
@@ -131,7 +138,7 @@ class Ahead:
         self.size += sum(entry.size for entry in coming)
         try:
             if (self.off or len(coming) < FEWEST_FILES or len(self.rest) * MOST_CHANGED > self.files or self.size > MOST_BYTES
-                    or free_bytes(os.path.dirname(self.path)) < self.size * FREE_TIMES):
+                    or not _fits(os.path.dirname(self.path), self.files, self.size)):
                 self.off = True
                 return
             os.mkdir(self.path, 0o700)
@@ -191,6 +198,18 @@ class Spare:
             (_, last), self._arrived = self._arrived, (listing, ahead)
         if last is not None:
             last.drop()
+        later = threading.Timer(FRESH_S, self._expire, [ahead])
+        later.daemon = True
+        with contextlib.suppress(RuntimeError):                 # no more threads: then it goes with the next one
+            later.start()
+
+    def _expire(self, ahead: Ahead) -> None:
+        """Another run took that tree's spare, or none has come."""
+        with self._lock:
+            if self._arrived[1] is not ahead:
+                return
+            self._arrived = ("", None)
+        ahead.drop()
 
     def take_arrived(self, wanted: "Tree", workdir: str) -> Optional[Tuple[int, int]]:
         """As `take`, for a tree that has just come."""
@@ -218,15 +237,15 @@ class Spare:
                 self.one.unwanted.set()
             self._number += 1
             self.one = one = _Made(tree, os.path.join(self._folder, str(self._number)))
-            one.thread = threading.Thread(target=self._make, args=(one, size), name="spare", daemon=True)
+            one.thread = threading.Thread(target=self._make, args=(one, files, size), name="spare", daemon=True)
             try:
                 one.thread.start()
             except RuntimeError:                # no more threads: then there is none
                 self.one = None
 
-    def _make(self, one: _Made, size: int) -> None:
+    def _make(self, one: _Made, files: int, size: int) -> None:
         try:
-            if one.unwanted.wait(PAUSE_S) or free_bytes(self._folder) < size * FREE_TIMES:
+            if one.unwanted.wait(PAUSE_S) or not _fits(os.path.dirname(self._folder), files, size):
                 return
             with self._lock:
                 if one.unwanted.is_set():

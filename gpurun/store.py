@@ -74,6 +74,7 @@ class Store:
             else:
                 remove_tree(path)
         self._settling = threading.Lock()
+        self._no_room: Optional[OSError] = None                 # why files of the last journal's contents weren't made
         self._number = max([int(journal.path.rpartition("-")[2]) for journal in self._journals], default=0)
         self._lock = threading.Lock()
         self._asking = threading.Lock()
@@ -181,6 +182,8 @@ class Store:
             while self._journals:
                 journal = self._journals[0]
                 try:
+                    if free_bytes(self.root) < os.path.getsize(journal.path) + RESERVE_BYTES:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), journal.path)
                     for sha256, data in journal.contents():
                         incoming = Incoming(self)
                         try:
@@ -189,8 +192,10 @@ class Store:
                                 raise OSError(errno.EIO, "a journal that isn't whole", journal.path)
                         finally:
                             incoming.drop()
-                except OSError:
+                    self._no_room = None
+                except OSError as error:
                     self.forget()               # what isn't here now is asked for again
+                    self._no_room = error if error.errno in FULL else None
                 with contextlib.suppress(OSError):
                     os.unlink(journal.path)
                 with self._lock:
@@ -369,7 +374,10 @@ class Store:
                     source = os.open(self._path(entry.sha256), os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     self.settle()
-                    source = os.open(self._path(entry.sha256), os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        source = os.open(self._path(entry.sha256), os.O_RDONLY | os.O_CLOEXEC)
+                    except FileNotFoundError as missing:
+                        raise self._no_room or missing from None
                 try:
                     found = os.fstat(source)    # it may have changed since it was asked for
                     if not (found.st_size == entry.size and self._trusted(found)) and not self.has(entry.sha256, entry.size):

@@ -133,12 +133,12 @@ def push(store, root, entries=None, encoded=None, progress=quiet, arrived=None, 
     if entries is None:
         entries, encoded = listed(root)
     trees = [] if arrived is None else arrived
-    with node(lambda channel, header: transfer.serve_push(channel, header, store, trees.append), **cuts) as stream:
-        try:
-            pushed = pushing.push(stream, str(root), entries, encoded, progress)
-        finally:
-            push.stream = stream
-    return pushed
+    with contextlib.ExitStack() as until:
+        def opened():
+            push.stream = until.enter_context(node(lambda channel, header: transfer.serve_push(channel, header, store, trees.append), **cuts))
+            return push.stream
+
+        return pushing.push(opened, str(root), entries, encoded, progress)
 
 
 def pull(work, declared, target, progress=quiet, over=lambda timeout_s: True, live=False, **cuts):

@@ -344,17 +344,17 @@ def test_a_killed_agent_leaves_the_job_alone_and_the_next_agent_knows_how_it_end
 
 def test_a_killed_supervisor_is_a_fault_its_children_end_and_an_unrelated_process_lives(node, operator):
     known = node.up(operator)
-    unrelated = subprocess.Popen(["sleep", "300"], env={**os.environ, "GPURUN_RUN_ID": "rr", "RUN": "r"})
-    talk = operator.talk(known, Hello(run_id="r", claim=True),
-                         RunJob("r", 'sleep 301 & setsid sleep 302 & echo $! > away; trap "" TERM; echo up; while :; do sleep 0.05; done'))
+    unrelated = subprocess.Popen(["sleep", "300"], env={**os.environ, "GPURUN_RUN_ID": "orphanedd", "RUN": "orphaned"})
+    talk = operator.talk(known, Hello(run_id="orphaned", claim=True),
+                         RunJob("orphaned", 'sleep 301 & setsid sleep 302 & echo $! > away; trap "" TERM; echo up; while :; do sleep 0.05; done'))
     talk.hear(NodeReady)
-    eventually(lambda: (node.folder / "runs/r/run.out").exists() and (node.folder / "runs/r/run.out").read_bytes())
-    below = supervise.of_run("r")
+    eventually(lambda: (node.folder / "runs/orphaned/run.out").exists() and (node.folder / "runs/orphaned/run.out").read_bytes())
+    below = supervise.of_run("orphaned")
     assert len(below) >= 3
-    os.kill(node.state("r")["supervised"]["pid"], signal.SIGKILL)
+    os.kill(node.state("orphaned")["supervised"]["pid"], signal.SIGKILL)
     fault = talk.hear(JobExited, NodeFault)
-    assert isinstance(fault, NodeFault) and "no exit record" in fault.reason and str(node.folder / "runs/r") in fault.reason
-    eventually(lambda: not supervise.of_run("r"))
+    assert isinstance(fault, NodeFault) and "no exit record" in fault.reason and str(node.folder / "runs/orphaned") in fault.reason
+    eventually(lambda: not supervise.of_run("orphaned"))
     assert unrelated.poll() is None
     unrelated.kill()
     unrelated.wait()

@@ -319,11 +319,11 @@ def begun(node: Any, operator: Any, known: dict[str, Any], run_id: str) -> Any:
 
 
 def test_a_machine_that_nobody_uses_ends_itself_and_takes_no_more_runs(node, operator, api, rented):
-    known = node.up(operator, idle_exit_s=0.2)
-    talk = operator.talk(known, Hello(), arm(api, idle_s=0.6))
+    known = node.up(operator, idle_exit_s=1.5)
+    talk = operator.talk(known, Hello(), arm(api, idle_s=2.0))
     assert talk.hear(NodeReady).facts["guard"] == {}
-    assert talk.hear(Armed) == Armed(able=True, reason="", end_in_s=0.0, idle_s=0.6)
-    deadline = time.monotonic() + 1.2                        # twice as long: who only looks is there
+    assert talk.hear(Armed) == Armed(able=True, reason="", end_in_s=0.0, idle_s=2.0)
+    deadline = time.monotonic() + 4.0                        # twice as long: who only looks is there
     while time.monotonic() < deadline:
         talk.say(Ping(1))
         assert talk.hear(Pong)
@@ -331,9 +331,9 @@ def test_a_machine_that_nobody_uses_ends_itself_and_takes_no_more_runs(node, ope
     talk.close()
     assert api.wait() == ["DELETE"]
     again = operator.talk(known, Hello(run_id="late", claim=True))
-    assert "is being ended and takes no more runs: nothing has run on it and no operator has been there for 0.6 s" in again.hear(Refused).reason
+    assert "is being ended and takes no more runs: nothing has run on it and no operator has been there for 2 s" in again.hear(Refused).reason
     facts = operator.talk(known, Hello()).hear(NodeReady).facts
-    assert facts["guard"]["able"] and "nothing has run" in facts["guard"]["ending"] and facts["guard"]["idle_s"] == 0.6
+    assert facts["guard"]["able"] and "nothing has run" in facts["guard"]["ending"] and facts["guard"]["idle_s"] == 2.0
     assert KEY not in node.log() and "the provider ends this machine" in node.log()
 
 

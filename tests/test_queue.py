@@ -51,7 +51,7 @@ def states(operator: Operator, known: dict[str, Any], *run_ids: str) -> dict[str
 def push(operator: Operator, known: dict[str, Any], folder: Path) -> str:
     entries, encoded = listed(folder)
     connection = operator.dial(known, wire.TRANSFER_ALPN)
-    pushing.push(connection.open(WAIT_S), str(folder), entries, encoded, lambda done, total, name: None)
+    pushing.push(lambda: connection.open(WAIT_S), str(folder), entries, encoded, lambda done, total, name: None)
     connection.close()
     return manifest.tree_id(encoded)
 

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,9 +162,23 @@ def test_few_files_many_bytes_or_little_room_make_no_spare(tmp_path, monkeypatch
     node.run()
     assert node.store.spare.one is None
     monkeypatch.setattr(spare_module, "MOST_BYTES", 1 << 30)
-    monkeypatch.setattr(spare_module, "free_bytes", lambda path: 5000)
-    node.run()
-    assert not node.store.spare.one.made_ns and not (tmp_path / "node/cache/spare").exists()
+    found = os.statvfs(tmp_path)
+    size, few = FILES * spare_module.FILE_BYTES * spare_module.FREE_TIMES, FILES * spare_module.FREE_TIMES
+    for free, names in ((size - 1, few), (size * 2, few - 1)):       # of many small files the last blocks are most of it
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1, f_bsize=1, f_files=found.f_files or 1, f_favail=names))
+        node.run()
+        assert not node.store.spare.one.made_ns and not (tmp_path / "node/cache/spare").exists()
+
+
+def test_what_came_ahead_of_a_run_that_never_comes_goes_after_a_while(node, monkeypatch):
+    """Of two pushes of one tree at once, one run finds the spare of the other."""
+    monkeypatch.setattr(spare_module, "FRESH_S", 0.05)
+    ahead = node.store.ahead()
+    os.mkdir(ahead.path)
+    ahead._begun = True
+    node.store.spare.arrived("a listing", ahead)
+    eventually(lambda: not os.path.exists(ahead.path))
+    assert node.store.spare.take_arrived(SimpleNamespace(path="a listing"), str(node.runs / "late")) is None
 
 
 def test_a_run_that_comes_while_the_spare_is_made_does_not_wait_for_it(node, monkeypatch):

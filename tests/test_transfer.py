@@ -156,7 +156,7 @@ def half_pushed(store, tree):
     with node(lambda channel, header: transfer.serve_push(channel, header, store, lambda tree: None)) as stream:
         def operator():
             with contextlib.suppress(LinkError):
-                pushing.push(stream, str(tree), *listed(tree), progress)
+                pushing.push(lambda: stream, str(tree), *listed(tree), progress)
 
         thread = threading.Thread(target=operator, daemon=True)
         thread.start()
@@ -220,7 +220,7 @@ def test_over_a_real_link_the_reason_of_a_node_that_stops_taking_reaches_an_oper
         opened = iroh_pair(lambda stream: as_agent(stream, lambda channel, header: transfer.serve_push(channel, header, store, lambda tree: None)))
         began = time.monotonic()
         with pytest.raises(TransferError, match="No space left on device"):
-            pushing.push(opened(), str(tree), entries, encoded, quiet)
+            pushing.push(opened, str(tree), entries, encoded, quiet)
         assert time.monotonic() - began < 15
 
 
@@ -236,7 +236,7 @@ def test_over_a_real_link_everything_arrives(tmp_path, iroh_pair):
                  transfer.serve_pull(channel, header, str(tmp_path / "work"), lambda timeout_s: True))
 
     opened = iroh_pair(serve)
-    pushing.push(opened(), str(tree), entries, encoded, quiet)
+    pushing.push(opened, str(tree), entries, encoded, quiet)
     (tmp_path / "work").mkdir()
     store.materialize(store.tree(arrived[0]), str(tmp_path / "work" / "out"))
     landing.pull(opened(), "run-1", ["out"], str(tmp_path / "outputs"), quiet)
@@ -350,7 +350,7 @@ def test_a_node_that_asks_for_nonsense_gets_an_error_not_files(tree, answer, say
     entries, encoded = listed(tree)
     with node(lies) as stream:
         with pytest.raises(WireError, match=says):
-            pushing.push(stream, str(tree), entries, encoded, quiet)
+            pushing.push(lambda: stream, str(tree), entries, encoded, quiet)
         stream.abort()
 
 
