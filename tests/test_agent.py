@@ -13,6 +13,7 @@ import queue
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -382,6 +383,18 @@ def test_an_agent_that_is_started_again_has_all_its_addresses_again(node, operat
         again = node.up(operator)
         assert again["pid"] != known["pid"] and again["addresses"] == known["addresses"]
         known = again
+
+
+def test_a_fixed_port_is_that_of_ipv6_too_and_one_that_is_taken_is_named(node, operator):
+    first = node.up(operator)
+    os.kill(first["pid"], signal.SIGKILL)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        code, said = node.start(operator.id, bind=f"127.0.0.1:{port}")
+        assert code == 14 and f"has UDP port {port} here" in said["reason"] and "`udp_port`" in said["reason"]
+    known = node.up(operator, bind=f"127.0.0.1:{port}")
+    assert known["port"] == port and known["port6"] in (0, port)
 
 
 def test_an_idle_agent_of_another_version_is_replaced_and_a_busy_one_is_used(node, operator, tmp_path):

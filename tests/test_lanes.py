@@ -553,6 +553,21 @@ def test_a_socket_that_leads_nowhere_costs_nothing_and_is_not_tried_again(monkey
     assert run(work) == [NEAR]
 
 
+def test_a_lane_that_comes_when_the_stream_is_over_is_closed_on_both_sides():
+    async def work() -> None:
+        (here, there), (late, far), closed = lane(), lane(), []
+        ours, theirs = pair([(here, there)])
+        await ours.reset(1)
+        await theirs.over.wait()
+        for bundle, end in ((ours, late), (theirs, far)):
+            bundle.add(1, end, lambda: closed.append(True))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(closed) == 2 and late.broken and far.broken and ours.lanes == theirs.lanes == 0
+
+    run(work)
+
+
 def test_a_socket_that_ends_without_a_word_has_not_delivered_what_was_under_way():
     """As when the process at its other end is killed: the kernel ends its sockets as if it had meant to."""
     async def work() -> bool:

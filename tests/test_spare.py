@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpurun import manifest, spare as spare_module, store as store_module
-from gpurun.errors import LinkError
+from gpurun.errors import GpurunError, LinkError
 from gpurun.store import Store
 from gpurun.transfer import ChangedError
 from conftest import eventually
@@ -483,6 +483,17 @@ def test_contents_for_whose_files_there_is_no_room_are_asked_for_again(killed, m
     arrived: list[str] = []
     assert push(killed.store, killed.tree, arrived=arrived).files == FILES
     killed.materialize(arrived[0])
+
+
+def test_a_disk_that_is_too_full_for_the_files_of_contents_is_left_some_room_and_said_to_be_full(killed, monkeypatch):
+    monkeypatch.setattr(store_module, "free_bytes", lambda path: store_module.RESERVE_BYTES)
+    killed.store.spare.clear()
+    with pytest.raises(GpurunError, match="No space left on device"):
+        killed.store.materialize(listed(killed.tree)[0], str(killed.work))
+    assert killed.on_its_way() == [] and killed.store.tree(killed.id) is None
+    monkeypatch.undo()
+    arrived: list[str] = []
+    assert push(killed.store, killed.tree, arrived=arrived).files == FILES
 
 
 def test_whoever_asks_for_contents_while_their_files_are_made_waits_for_them(killed):
