@@ -24,9 +24,9 @@ from gpurun.files import TEMP_PREFIX
 pytestmark = needs_a_network
 SCENE_S = 400.0               # none takes half of it on a machine with nothing else to do
 WAIT_S = 120.0
-SIZE = 3_000_000              # of a workspace and of outputs, in three files: twelve seconds at RATE
-BEGUN = SIZE // 12            # of it is here: the transfer is under way
-RATE, CRAWL = "2mbit", "200kbit"
+SIZE = 18_000_000             # of a workspace and of outputs, in three files: more than a minute at RATE, so that none is over before its outage
+BEGUN = 250_000               # of it is here: the transfer is under way
+RATE = "2mbit"
 SCENES: dict[str, Callable[[Path, Path], Any]] = {}
 
 
@@ -186,7 +186,6 @@ def outage(link: Wan, who: dict[str, Here], seconds: float, name: str) -> dict[s
             "collect": lambda: sum(map(arrived, here.runs.glob(f"{name}-*")))}
     for phase in came:
         eventually(lambda: came[phase]() > BEGUN, WAIT_S)
-        link.set(rate=CRAWL)                                          # on a busy machine the other one takes its time to begin
     link.set(loss="100%")
     under_way = {phase: come() for phase, come in came.items()}
     assert all(BEGUN < size < SIZE for size in under_way.values()), under_way
