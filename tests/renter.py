@@ -60,8 +60,8 @@ class Renter(Here):
 
     @property
     def asked(self) -> list[Any]:
-        """The bodies of all requests for a machine, in their order."""
-        return [one.body for one in self.server.calls("create")]
+        """The bodies of all requests for a machine, in their order. Without one that was cut off, as its gpurun was killed: nothing is rented for that."""
+        return [one.body for one in self.server.calls("create") if one.body is not None]
 
     @property
     def records(self) -> list[Path]:

@@ -331,12 +331,12 @@ def test_a_file_that_changes_while_it_is_fetched_is_never_two_halves(changing, h
         assert len(run.got[0]) <= 1
 
 
-@scene
 def arrives(run: Path) -> bool:
     """Whether something is on its way into a run's folder; what is asked may be gone meanwhile."""
     return any(".incoming-" in here and names for here, _, names in os.walk(run))
 
 
+@scene
 def growing(folder: Path, lib: Path) -> Any:
     """Fetched again and again while the job writes, and once by somebody who is killed."""
     with linked(folder, "bgrowing", rtt="50ms") as link:
