@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import queue
 import random
-import shutil
 import socket
 import subprocess
 import sys
