@@ -24,7 +24,7 @@ from gpurun.files import TEMP_PREFIX
 pytestmark = needs_a_network
 SCENE_S = 400.0               # none takes half of it on a machine with nothing else to do
 WAIT_S = 120.0
-SIZE = 18_000_000             # of a workspace and of outputs, in three files: more than a minute at RATE, so that none is over before its outage
+SIZE = 9_000_000              # of a workspace and of outputs, in three files: more than a minute at RATE for both, so that none is over before its outage
 BEGUN = 250_000               # of it is here: the transfer is under way
 RATE = "2mbit"
 SCENES: dict[str, Callable[[Path, Path], Any]] = {}
@@ -389,7 +389,7 @@ def test_a_node_that_is_silent_on_every_way_is_lost_after_as_long_as_was_said(lo
         next(event["time"] for event in events if event.get("event") == "SetupCompleted"), record["times"]["ended"]))
     took_s = ended - last_word
     print(f"{name}: lost {took_s:.1f} s after its last word; lost_after_s = {patience_s}")
-    assert -patience_s / 10 <= took_s - patience_s <= patience_s / 10 + 2, run.talk   # a machine at its limit is late
+    assert -patience_s / 10 <= took_s - patience_s <= patience_s / 10 + 8, run.talk   # a machine at its limit is late
     assert run.code == 125 == record["exit_code"] and record["state"] == "FAILED" and "nothing heard for" in record["reason"], record["reason"]
     assert run.losses == 1 and run.returns == 0 and f"gpurun attach {record['run_id']}" in run.talk, run.talk
 
