@@ -81,7 +81,8 @@ class Orchestrator:
         self._warned: set[str] = set()
         self._last_word_until = 0.0           # a node that was told to stop what we gave up is heard until then
         self._unkept = ""                     # why the record isn't on the disk as it is
-        self._followed = self._pulled = False
+        self._followed = False
+        self._pulled_at = 0.0                 # when the last pull had brought all
         self._collected: OutputsCollected | None = None
         self._collect_error = ""
         self._pull_from: tuple[int, int] | None = None   # bytes done and in all when the pull began
@@ -94,8 +95,7 @@ class Orchestrator:
         self._detached = self._left = self._timed_out = False
         self._before: dict[str, Any] = {}     # the record of a run that is taken over, as it was
         self._deadline = float("inf")
-        self._began = self._phase_began = time.monotonic()
-        self._ended = time.monotonic()
+        self._began = self._phase_began = self._ended = time.monotonic()
         self._shown_phase = ""                # the phase that the screen is at
         self._told_backend: dict[str, Any] = {}
         self._there: dict[str, Any] = {}      # what the node said of the run when it was taken over
@@ -171,10 +171,8 @@ class Orchestrator:
         def body() -> None:
             try:
                 self._inbox.put((name, None, work()))
-            except GpurunError as error:
-                self._inbox.put(("failed", None, error))
             except Exception as error:        # whatever it was, the main thread waits for a word
-                self._inbox.put(("failed", None, GpurunError(described(error))))
+                self._inbox.put(("failed", None, error if isinstance(error, GpurunError) else GpurunError(described(error))))
 
         threading.Thread(target=body, name=name, daemon=True).start()
 
@@ -328,6 +326,10 @@ class Orchestrator:
             raise Left
         if self._greeted:
             self._contact.tick()
+        session = self._contact.session
+        if session is not None and self._pulled_at and self._fsm.phase == "collect" and time.monotonic() - self._pulled_at > AGAIN_S + 2 * session.rtt_s():
+            self._pulled_at = 0.0             # our word for it went over a connection that was dead by then, and the session's own isn't
+            self._launch("pull")
         limit = self._late.look(time.monotonic(), self._contact.session is not None)
         if limit:
             self._end_by(limit)
@@ -427,7 +429,7 @@ class Orchestrator:
             fsm.accept_from_wire(event)
             if event.seq and (event.seq <= self._record.seq or self._fsm.state in TERMINAL):
                 return                        # seen before the connection broke; or for whoever takes the run up again
-            if isinstance(event, OutputsCollected) and not self._pulled:
+            if isinstance(event, OutputsCollected) and not self._pulled_at:
                 self._collected = event       # the node has our word for it; the thread that gave it is about to say so here
                 return
             if isinstance(event, NodeReady):
@@ -661,10 +663,8 @@ class Orchestrator:
             try:
                 with self._turns[name]:       # an earlier one may still be writing what it had got
                     outcome: Any = work(session)
-            except GpurunError as error:
-                outcome = error
             except Exception as error:        # whatever it was, the main thread waits for a word
-                outcome = TransferError(described(error))
+                outcome = error if isinstance(error, GpurunError) else TransferError(described(error))
             self._record.connections = max(self._record.connections, session.connections())
             self._inbox.put((f"{name}_ended", started_in, outcome))
 
@@ -723,17 +723,17 @@ class Orchestrator:
             self._screen.progress(done, total, "B", name)
 
     def _pull_ended(self, outcome: Any) -> None:
-        if isinstance(outcome, LinkError):
+        if isinstance(outcome, LinkError) and self._collected is None:
             self._again("pull", outcome)
-        elif isinstance(outcome, GpurunError):
+        elif isinstance(outcome, GpurunError) and self._collected is None:
             self._collect_error = str(outcome)
             if self._ends and isinstance(outcome, UnkeptError):
                 self._record.rented["unkept"] = self._collect_error
             if self._fsm.phase == "collect":
                 self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
         else:
-            self._pulled = True
-            for path, why in outcome.refused:
+            self._pulled_at = time.monotonic()
+            for path, why in outcome.refused if isinstance(outcome, transfer.Pulled) else ():   # else the node has had our word already
                 self._refused.add(path)
                 self._warn_once(path, f"the output '{manifest.quote_name(path)}' was not collected: {why}")
             if self._collected is not None:

@@ -218,6 +218,37 @@ main()
 """
 
 
+DEAF = """
+from gpurun import landing, orchestrator
+
+class Dead(landing.Channel):
+    "A connection that died after the last thing that came: what is said over it is heard nowhere, and nobody knows that yet."
+    said = 0
+
+    def say(self, **fields):
+        Dead.said += "collected" in fields
+        if Dead.said != 1:
+            super().say(**fields)
+
+    def finish(self):
+        if Dead.said != 1:
+            super().finish()
+
+    def leave(self):
+        pass
+
+landing.Channel, orchestrator.AGAIN_S = Dead, 0.5
+from gpurun.cli import main
+main()
+"""
+
+
+def test_outputs_that_are_home_end_the_run_though_the_connection_they_came_over_died_before_our_word_for_it(warm):
+    job = warm.job("echo some > o; exit 7", name="deaf", outputs=["o"])
+    done = subprocess.run([sys.executable, "-c", DEAF, str(job)], cwd=warm.work, env=warm.env, capture_output=True, timeout=60)
+    assert done.returncode == 7 and warm.record()["fsm"]["collected"] and (warm.latest / "outputs/o").read_text() == "some\n", done.stderr
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("module, cls, method", [("records", "RunFolder", "save"), ("link", "Stream", "write")])
 def test_a_gpurun_that_is_killed_at_any_of_its_steps_is_gone_on_with(warm, module, cls, method, before):
