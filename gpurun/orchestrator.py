@@ -326,10 +326,10 @@ class Orchestrator:
             raise Left
         if self._greeted:
             self._contact.tick()
-        session = self._contact.session
-        if session is not None and self._pulled_at and self._fsm.phase == "collect" and time.monotonic() - self._pulled_at > AGAIN_S + 2 * session.rtt_s():
-            self._pulled_at = 0.0             # our word for it went over a connection that was dead by then, and the session's own isn't
-            self._launch("pull")
+        session, told_at = self._contact.session, self._pulled_at
+        if (session is not None and self._fsm.phase == "collect" and self._launched.get("pull", 0.0) < told_at
+                and time.monotonic() - told_at > AGAIN_S + 2 * session.rtt_s()):
+            self._launch("pull")              # our word for it went over a connection that was dead by then, and the session's own isn't
         limit = self._late.look(time.monotonic(), self._contact.session is not None)
         if limit:
             self._end_by(limit)
@@ -723,9 +723,9 @@ class Orchestrator:
             self._screen.progress(done, total, "B", name)
 
     def _pull_ended(self, outcome: Any) -> None:
-        if isinstance(outcome, LinkError) and self._collected is None:
+        if isinstance(outcome, LinkError):
             self._again("pull", outcome)
-        elif isinstance(outcome, GpurunError) and self._collected is None:
+        elif isinstance(outcome, GpurunError):
             self._collect_error = str(outcome)
             if self._ends and isinstance(outcome, UnkeptError):
                 self._record.rented["unkept"] = self._collect_error
@@ -733,7 +733,7 @@ class Orchestrator:
                 self._step(NodeFault(self._fsm.run_id, reason=self._collect_error))
         else:
             self._pulled_at = time.monotonic()
-            for path, why in outcome.refused if isinstance(outcome, transfer.Pulled) else ():   # else the node has had our word already
+            for path, why in outcome.refused:
                 self._refused.add(path)
                 self._warn_once(path, f"the output '{manifest.quote_name(path)}' was not collected: {why}")
             if self._collected is not None:
