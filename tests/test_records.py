@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from conftest import eventually
 
 from gpurun import records, transfer
 from gpurun.errors import RecordError
@@ -133,7 +134,8 @@ def test_a_record_killed_at_any_moment_is_whole(runs):
     for pause in (0.0, 0.013, 0.029):
         process = subprocess.Popen([sys.executable, "-c", code, folder.path], stdout=subprocess.PIPE)
         process.stdout.readline()
-        time.sleep(0.05 + pause)
+        eventually(lambda: folder.load().seq > last)
+        time.sleep(pause)
         process.kill()
         process.wait()
         process.stdout.close()

@@ -16,8 +16,12 @@ import threading
 import time
 
 import pytest
+from conftest import eventually
 
 from gpurun.screen import Screen, columns, counted, duration, printable, shorten
+
+
+MARK = b"\0so far\0"
 
 
 class Clock:
@@ -40,7 +44,7 @@ class Sink:
             self.resize(width)
         else:
             self.reader, self.fd = os.pipe()
-        self.chunks = []
+        self.chunks, self.marks = [], 0
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
 
@@ -55,14 +59,20 @@ class Sink:
             pass
 
     def so_far(self):
-        time.sleep(0.05)
-        return b"".join(self.chunks)
+        """All that was written until now: it has come once a mark behind it has."""
+        os.write(self.fd, MARK)
+        self.marks += 1
+        eventually(lambda: b"".join(self.chunks).count(MARK) == self.marks)
+        return self._got()
 
     def all(self):
         os.close(self.fd)
-        self.thread.join(10)
+        self.thread.join(30)
         os.close(self.reader)
-        return b"".join(self.chunks)
+        return self._got()
+
+    def _got(self):
+        return b"".join(self.chunks).replace(MARK, b"")
 
 
 def shown(data, width=80):
@@ -232,7 +242,7 @@ def test_a_paused_reader_of_stdout_holds_nobody_else():
     screen.live_tick()
     screen.say("hello")
     screen.job_stderr(b"err\n")
-    assert time.monotonic() - start < 0.5 and thread.is_alive()
+    assert time.monotonic() - start < 10 and thread.is_alive()       # else they would wait for as long as the reader does
     os.close(reader)
     thread.join(10)
     assert not thread.is_alive() and screen.stdout_gone
