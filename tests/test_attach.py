@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -12,7 +13,7 @@ import time
 
 import pytest
 from conftest import eventually, toml
-from running import Running, gone, nothing_goes_on
+from running import BOUND_S, Running, gone, nothing_goes_on
 
 
 pytestmark = pytest.mark.usefixtures(nothing_goes_on.__name__)
@@ -35,7 +36,16 @@ def submit(warm, path, *args) -> str:
 
 def says(run: Running, text: str) -> None:
     """Returns as soon as it was said, on the first line as well."""
-    eventually(lambda: text in run.err)
+    eventually(lambda: text in run.err, BOUND_S)
+
+
+def followed(warm, run_id: str) -> int:
+    """How often the node has a run's output open to send it: each has its offsets by then."""
+    folder, count = f"/proc/{warm.agent()['pid']}/fd", 0
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            count += os.readlink(f"{folder}/{name}") == str(warm.node_dir / "runs" / run_id / "run.out")
+    return count
 
 
 def on_node(warm, run_id: str, name: str) -> str:
@@ -124,7 +134,7 @@ def test_attach_with_a_tail_shows_less_and_keeps_all(warm, option, shown):
     if option[-1] == "2":
         run.until("10")
     else:
-        time.sleep(1)                                              # nothing tells that the node has been asked for the end of its logs
+        eventually(lambda: followed(warm, run_id) == 2)            # for what is shown, and for what is kept
     go(warm, name)
     assert run.end() == 0 and run.out == shown
     assert (warm.latest / "stdout.log").read_text() == "".join(f"{i}\n" for i in range(1, 11)) + "end\n" and warm.record()["logs_complete"]
@@ -252,7 +262,7 @@ def on_a_terminal(warm, *args):
 
 def read_until(terminal: int, text: bytes, got: bytes = b"") -> bytes:
     while text not in got:
-        assert select.select([terminal], [], [], 20)[0], got
+        assert select.select([terminal], [], [], 60)[0], got
         got += os.read(terminal, 65536)
     return got
 
@@ -296,7 +306,7 @@ def test_wait_with_a_timeout_ends_with_124_and_the_run_goes_on(warm):
     run_id = submit(warm, warm.job(f"{until(warm, 'late')}; exit 3", name="late"))
     began = time.monotonic()
     done = warm.gpurun("wait", run_id, "--timeout", "1s")
-    assert done.returncode == 124 and b"goes on" in done.stderr and done.stdout == b"" and time.monotonic() - began < 10
+    assert done.returncode == 124 and b"goes on" in done.stderr and done.stdout == b"" and time.monotonic() - began < 60
     driver = Running(warm, "attach", run_id)
     eventually(lambda: b'"driven": true' in warm.gpurun("status", run_id, "--json").stdout)
     done = warm.gpurun("wait", run_id, "--timeout", "0.5")          # another process drives it
