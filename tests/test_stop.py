@@ -20,6 +20,7 @@ from gpurun import supervise
 
 pytestmark = pytest.mark.usefixtures(nothing_goes_on.__name__)
 
+PACKAGE = re.escape(os.path.dirname(supervise.__file__))   # a Python may be in a folder that is called gpurun too
 COUNTER = "i=0; while :; do i=$((i+1)); echo $i; echo $i >> count; sleep 0.02; done"
 
 
@@ -30,7 +31,7 @@ def last(counted: Path) -> int:
 
 def big_workspace(warm, name: str, size: int) -> Path:
     folder = warm.work / name
-    path = warm.job("touch ran", name=name, folder=folder, workspace={"workdir": "."}, outputs=["ran"])
+    path = warm.job("sleep 600; touch ran", name=name, folder=folder, workspace={"workdir": "."}, outputs=["ran"])
     with open(folder / "big", "wb") as stream:
         stream.truncate(size)
     return path
@@ -57,7 +58,7 @@ def test_as_early_as_there_is_a_record_it_is_closed(warm):
         run.signal(signal.SIGINT).process.wait(BOUND_S)
         for reader in run.readers:
             reader.join(10)
-        if "KeyboardInterrupt" not in run.err or re.search('/gpurun/(?!__main__)', run.err):   # else it hit Python's own start
+        if "KeyboardInterrupt" not in run.err or re.search(PACKAGE + "/(?!__main__|__init__)", run.err):   # else it hit Python's own start
             run.end()
         for path in set(warm.runs.glob("early-*")) - known:
             assert json.loads((path / "run.json").read_text())["state"] in ("FAILED", "COMPLETED"), (delay_ms, run.err)
@@ -95,7 +96,8 @@ def test_while_waiting_for_a_busy_node(warm):
     run.until("is busy with holder-")
     assert run.signal(signal.SIGINT).end() == 130
     assert warm.record()["reason"] == "stopped by the operator before anything was begun" and run.out == ""
-    assert json.loads((warm.node_dir / "runs" / warm.latest.name / "state.json").read_text())["over"]
+    state = warm.node_dir / "runs" / warm.latest.name / "state.json"
+    eventually(lambda: json.loads(state.read_text())["over"])       # it is told a moment before it is written
     assert holder.process.poll() is None and holder.signal(signal.SIGINT).end() == 130
     assert warm.gpurun(warm.job("echo free")).stdout == b"free\n"
 
@@ -137,7 +139,7 @@ def test_twice_in_the_job_leaves_at_once_and_says_what_still_runs(warm):
     run.signal(signal.SIGINT).until("Ctrl-C again leaves")
     began = time.monotonic()
     assert run.signal(signal.SIGINT).end() == 130
-    assert time.monotonic() - began < 3 and f"gpurun stop {warm.latest.name}" in run.err
+    assert time.monotonic() - began < 8 and f"gpurun stop {warm.latest.name}" in run.err
     (warm.work / "stubborn.go").touch()
     done = warm.gpurun("stop", "latest")                            # what it said works
     assert done.returncode == 0 and gone(warm.latest.name) and warm.record()["state"] == "FAILED"
@@ -375,7 +377,7 @@ def test_a_killed_agent_costs_nothing(here):
     for name, (folder, run) in runs.items():
         latest = folder / "gpurun-runs/latest"
         try:
-            assert run.process.wait(60) == 7, run.err
+            assert run.process.wait(120) == 7, run.err
         finally:
             end_agents(folder)
         run.end()
