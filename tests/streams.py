@@ -50,7 +50,7 @@ class Pipe:
         if self.cut is not None and self.written + len(data) > self.cut:
             self._give(data[:self.cut - self.written], timeout_s)
             with self.peer.ready:          # what was on its way before still arrives
-                self.peer.ready.wait_for(lambda: not self.peer.parts or self.peer.broken, 5)
+                self.peer.ready.wait_for(lambda: not self.peer.parts or self.peer.broken, 20)
             self.abort()
             raise LinkError("the link broke")
         self._give(data, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import os
 import random
@@ -520,7 +521,9 @@ def test_on_one_machine_all_goes_over_the_socket_once_there_is_more_than_a_momen
     assert dialled == [NEAR] and far < 2 << 20 < close
 
 
-def test_a_stream_that_is_over_before_anybody_looks_takes_no_socket():
+def test_a_stream_that_is_over_before_anybody_looks_takes_no_socket(monkeypatch):
+    monkeypatch.setattr(lanes, "TICK_S", LIMIT_S)                     # it may take its time on a busy machine
+
     async def work() -> list[int]:
         (here, there), dialled = lane(), []
         ours, theirs = Bundle(broken, lambda: 0.0, near=near(dialled, lambda number: None)), Bundle(broken, lambda: 0.0)
@@ -624,21 +627,27 @@ def peer():
     server.close()
 
 
-def exchange(stream: Any, data: bytes) -> bytes:
+def exchange(stream: Any, data: bytes, enough: Callable[[], bool] = lambda: True) -> bool:
+    """Whether all of it came back, and as much more as it took until `enough()`."""
+    there, back = hashlib.sha256(), hashlib.sha256()
+
     def write() -> None:
-        for at in range(0, len(data), 1 << 18):
-            stream.write(data[at:at + (1 << 18)], LIMIT_S)
+        pieces = [data[at:at + (1 << 18)] for at in range(0, len(data), 1 << 18)]
+        for count, piece in enumerate(itertools.cycle(pieces)):
+            if count >= len(pieces) and (enough() or count > 10_000):
+                break
+            stream.write(piece, LIMIT_S)
+            there.update(piece)
         stream.finish(LIMIT_S)
 
     writer = threading.Thread(target=write)
     writer.start()
-    parts = []
     while True:
         part = stream.read(LIMIT_S, 1 << 18)
         if not part:
             writer.join()
-            return b"".join(parts)
-        parts.append(part)
+            return there.digest() == back.digest()
+        back.update(part)
 
 
 @pytest.mark.parametrize("many", [1, 5])
@@ -650,7 +659,7 @@ def test_a_transfer_over_real_connections_is_the_same_over_one_and_over_several(
     stream = client.dial(peer.id, [f"127.0.0.1:{peer.port()}"], TRANSFER_ALPN, 10).open(10)
     seen = []
     monkeypatch.setattr(lanes.Bundle, "_steer", lambda self, wanted, steer=lanes.Bundle._steer: (seen.append(self.lanes), steer(self, wanted)))
-    assert exchange(stream, data) == data
+    assert exchange(stream, data, lambda: max(seen, default=1) >= many)
     assert max(seen, default=1) == many
     client.close()
 
@@ -689,7 +698,7 @@ def test_a_transfer_on_one_machine_goes_on_over_the_socket_and_over_udp_again_if
 
     monkeypatch.setattr(lanes.SocketLane, "write_all", write_all)
     data = os.urandom(80 << 20)
-    assert exchange(stream, data) == data
+    assert exchange(stream, data, lambda: sum(wrote) > 20 << 20 and bool(broke) == breaks)
     assert len(taken) == 1 and connection.most_lanes == 2 and bool(broke) == breaks
     eventually(lambda: taken[0].fileno() == -1 and not peer._bundles)
     client.close()
@@ -718,7 +727,7 @@ def test_the_end_of_a_connection_is_that_of_its_streams_over_whatever_lanes_they
         stream.read(LIMIT_S)
     connection.close()
     with pytest.raises(LinkError):
-        for _ in range(1000):                 # what was there already
+        for _ in range(100_000):              # what was there already
             stream.read(LIMIT_S)
     writer.join(LIMIT_S)
     assert not writer.is_alive()

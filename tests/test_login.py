@@ -29,14 +29,14 @@ def test_jobs_get_what_a_login_shell_exports_and_nothing_that_it_prints(tmp_path
 
 def test_a_start_file_that_leaves_a_daemon_behind_or_goes_elsewhere_keeps_no_job_waiting(tmp_path):
     started = time.monotonic()
-    found = login(tmp_path / "home", f"export A=1\nsetsid sleep 60 & echo $! > {tmp_path}/pid\n")
+    found = login(tmp_path / "home", f"export A=1\nsetsid sleep 60 & echo $! > {tmp_path}/pid\n", patience_s=50.0)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    assert found["A"] == "1" and time.monotonic() - started < 10
+    assert found["A"] == "1" and time.monotonic() - started < 40
     found = login(tmp_path / "home", "export A=1; echo B=2; exec true\n")
     assert "A" not in found and "B" not in found and found["PATH"] and not [name for name in found if "\n" in name]
 
 
 def test_a_start_file_that_hangs_is_ended_so_that_it_can_take_away_its_locks(tmp_path):
     """pyenv's rehash holds one; killed outright, every later login of that user would wait for it."""
-    found = login(tmp_path / "home", f"export A=1; touch {tmp_path}/lock; trap 'rm {tmp_path}/lock' EXIT; sleep 60\n", patience_s=0.5)
+    found = login(tmp_path / "home", f"export A=1; trap 'rm {tmp_path}/lock' EXIT; touch {tmp_path}/lock; sleep 60\n", patience_s=3.0)
     assert found["PATH"] and "A" not in found and not (tmp_path / "lock").exists()

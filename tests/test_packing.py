@@ -77,6 +77,7 @@ def test_the_slower_the_link_the_denser_it_is_packed(link, level):
     assert best(link, WAYS) == level
 
 
+@settings(deadline=None)
 @given(st.floats(1e3, 1e11), st.lists(st.tuples(st.floats(1e4, 1e10), st.floats(0.01, 1.2)), min_size=1, max_size=3))
 def test_nothing_is_chosen_that_is_slower_than_raw_bytes(link, ways):
     ways = [Way(level, bytes_s, ratio) for level, (bytes_s, ratio) in enumerate(ways, 1)]

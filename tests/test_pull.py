@@ -290,7 +290,7 @@ from pathlib import Path
 kill = lambda done, total, name: done < 9 << 20 or os.kill(os.getpid(), signal.SIGKILL)
 t.pull(Path({str(work)!r}), ["large"], Path({str(target)!r}), progress=kill, live={live})
 """
-    assert subprocess.run([sys.executable, "-c", script], timeout=100, cwd=ROOT).returncode == -9
+    assert subprocess.run([sys.executable, "-c", script], timeout=300, cwd=ROOT).returncode == -9
     assert not (target / "large").exists()
     with open(work / "large", "ab") as stream:
         stream.write(b"grown")
@@ -396,7 +396,7 @@ from pathlib import Path
 kill = lambda done, total, name: done < 9 << 20 or os.kill(os.getpid(), signal.SIGKILL)
 t.pull(Path({str(work)!r}), ["log"], Path({str(target)!r}), progress=kill)
 """
-        assert subprocess.run([sys.executable, "-c", script], timeout=100, cwd=ROOT).returncode == -9
+        assert subprocess.run([sys.executable, "-c", script], timeout=300, cwd=ROOT).returncode == -9
         assert len(list((target.parent / ".incoming-outputs").iterdir())) == 1
     assert (target / "log").read_bytes() == LOG
     pull(work, ["log"], target)
@@ -600,7 +600,7 @@ assert t.pull(work, ["out"], run / "outputs").files == 4000
 store = t.Store(str(Path({str(tmp_path)!r}) / "node"))
 assert t.push(store, run / "outputs").files == 4000
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300, cwd=ROOT)
     assert looks(tmp_path / "run" / "outputs" / "out") == looks(tmp_path / "work" / "out")
 
 
@@ -720,7 +720,7 @@ t.manifest.MAX_ENTRIES = 2000
 print(t.node_says(Path({str(tmp_path)!r}), [], listing=[(b"L", t.zlib.compress(t.manifest._line(t.out("out", "dir")).encode() + t.zlib.decompress(bomb))), (b"l", b"")]))
 print(t.peak_mb() - before)
 """
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=100, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=300, cwd=ROOT)
     bomb, many, grown = done.stdout.decode().splitlines()
     assert "longer than" in bomb and "more than 2000 entries" in many and int(grown) < 30
 
@@ -778,4 +778,4 @@ def test_over_a_real_link_an_operator_that_gives_up_frees_the_node_at_once(tmp_p
     with tiny_disk(tmp_path / "disk", "3m") as disk:
         with pytest.raises(TransferError, match="no room here"):
             landing.pull(opened(), "run-1", ["out"], str(disk / "outputs"), quiet)
-        assert ended.wait(15)
+        assert ended.wait(30)

@@ -180,7 +180,7 @@ def test_a_peer_that_says_nonsense_is_let_go(door, line):
 
 
 def test_200_streams_at_once_beside_peers_that_say_nothing_and_one_that_does_not_read(door, monkeypatch):
-    monkeypatch.setattr(sockets, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(sockets, "HANDSHAKE_S", 6.0)             # on a busy machine the first line of one of 200 is late
     door.serve(lambda who: who == ME, echo)
     silent = [sockets.connect(door.path, 5) for _ in range(40)]
     deaf = connection(door).open()
@@ -202,7 +202,7 @@ def test_200_streams_at_once_beside_peers_that_say_nothing_and_one_that_does_not
         thread.join(30)
     assert sorted(map(int, answers)) == list(range(200))
     for peer in silent:
-        peer.settimeout(20)
+        peer.settimeout(60)
         assert peer.recv(1) == b""                # let go after its time
         peer.close()
 
@@ -281,7 +281,7 @@ def test_join_copies_both_ways_and_ends_when_the_stream_does(door, tmp_path, mon
     argv = [python, "-I", agent_file().path, "join", "--socket", door.path]
     data = os.urandom(3 << 20)
     first = json.dumps({"alpn": ALPN.decode(), "operator": ME}).encode() + b"\n"
-    done = subprocess.run(argv, input=first + data, capture_output=True, timeout=30)
+    done = subprocess.run(argv, input=first + data, capture_output=True, timeout=90)
     assert done.returncode == 0 and done.stdout == sockets.JOINED + json.dumps({"id": AGENT}).encode() + b"\n" + data
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as left:
         left.stdin.write(first.replace(b"cd", b"ee"))
@@ -289,5 +289,5 @@ def test_join_copies_both_ways_and_ends_when_the_stream_does(door, tmp_path, mon
         assert b"refused" in left.stdout.read()   # and its stdin is still open
         assert left.wait(20) == 0
     door.close()
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=90)
     assert done.returncode == 1 and sockets.JOINED not in done.stdout and b"socket" in done.stderr

@@ -265,7 +265,7 @@ def test_a_push_without_room_gets_that_of_the_spare(node, monkeypatch):
 
 def test_a_node_folder_that_was_deleted_is_not_made_again(node, monkeypatch):
     tree = node.store.tree(fill(node.store, node.root)[1])
-    monkeypatch.setattr(spare_module, "PAUSE_S", 0.2)
+    monkeypatch.setattr(spare_module, "PAUSE_S", 3.0)         # longer than it takes to delete the folder
     node.store.materialize(tree, str(node.runs / "work"))
     shutil.rmtree(node.store.root)
     node.wait()
@@ -391,6 +391,7 @@ def test_what_is_made_ahead_goes_with_a_push_that_breaks_and_with_a_file_that_ch
 
 
 def test_what_is_made_ahead_of_a_run_that_does_not_come_is_no_later_ones(pushed, monkeypatch):
+    monkeypatch.setattr(store_module, "SETTLE_S", 1000.0)      # not before we have looked
     arrived: list[str] = []
     push(pushed.store, pushed.tree, arrived=arrived)
     assert [name[:5] for name in sorted(pushed.on_its_way())] == ["journ", "work-"]

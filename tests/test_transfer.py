@@ -168,7 +168,7 @@ def half_pushed(store, tree):
 
 
 def test_a_push_goes_on_where_that_of_a_killed_operator_was_though_the_node_still_waits_for_him(store, tree, half_pushed, monkeypatch):
-    monkeypatch.setattr(transfer, "STALLED_S", 0.3)
+    monkeypatch.setattr(transfer, "STALLED_S", 2.0)                      # and as long for the other thread to let go
     assert push(store, tree) == (1, 16 << 20) and push.stream.written < 9 << 20
     assert half_pushed.broken
     cache_is_sound(store)
@@ -176,9 +176,19 @@ def test_a_push_goes_on_where_that_of_a_killed_operator_was_though_the_node_stil
 
 def test_a_push_of_an_operator_who_lives_is_not_taken_over(store, tree, half_pushed, monkeypatch):
     monkeypatch.setattr(transfer, "STALLED_S", 30)
-    timer = threading.Timer(0.5, lambda: half_pushed.write(b"K" + bytes(4), 5))
-    timer.start()
-    assert push(store, tree) == (1, 16 << 20) and push.stream.written > 16 << 20
+    over = threading.Event()
+
+    def lives():
+        while not over.wait(0.2):
+            half_pushed.write(b"K" + bytes(4), 20)
+
+    operator = threading.Thread(target=lives)
+    operator.start()
+    try:
+        assert push(store, tree) == (1, 16 << 20) and push.stream.written > 16 << 20
+    finally:
+        over.set()
+        operator.join()
     assert not half_pushed.broken
     cache_is_sound(store)
 
@@ -221,7 +231,7 @@ def test_over_a_real_link_the_reason_of_a_node_that_stops_taking_reaches_an_oper
         began = time.monotonic()
         with pytest.raises(TransferError, match="No space left on device"):
             pushing.push(opened, str(tree), entries, encoded, quiet)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 0.9 * transfer.IO_S
 
 
 def test_over_a_real_link_everything_arrives(tmp_path, iroh_pair):
@@ -471,7 +481,7 @@ for name, size in (("small", 1 << 20), ("large", 600 << 20)):
     assert t.pull(root, ["sparse"], base / ("run-" + name) / "outputs").size_bytes == size
     print(t.peak_mb())
 """
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=110, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=300, cwd=ROOT)
     small, large = map(int, done.stdout.split())
     assert large < small + 25 and large < 150, (small, large)
     assert (tmp_path / "run-large" / "outputs" / "sparse").stat().st_size == 600 << 20
@@ -582,15 +592,16 @@ def test_an_operator_that_goes_before_it_says_so_keeps_nothing(tmp_path):
     assert said == []
 
 
-def test_the_tail_of_a_log_of_2_gb_is_there_at_once(tmp_path):
+def test_the_tail_of_a_log_of_2_gb_is_there_at_once(tmp_path, monkeypatch):
     with open(tmp_path / "run.out", "wb") as stream:
         stream.truncate(2 << 30)
         stream.seek(0, 2)
         stream.write(b"\nlast\n")
-    began = time.monotonic()
+    read, really = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: read.append(size) or really(fd, size, at))
     log = Log(tmp_path)
     log.follow({"run.out": 0}, tail=1)
-    assert log.got["run.out"] == b"last\n" and time.monotonic() - began < 0.5
+    assert log.got["run.out"] == b"last\n" and 0 < sum(read) < 8 << 20
 
 
 def test_the_tail_of_64_mb_without_a_line_feed_is_all_of_it(tmp_path):

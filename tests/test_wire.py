@@ -119,6 +119,7 @@ def test_a_message_that_no_peer_would_take_is_not_sent():
         wire.encode(RunJob("r", "x" * (fits + 1)))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_wire_error(line):
     try:
@@ -134,7 +135,7 @@ names = st.sampled_from(sorted({name for cls in ALL for name in cls._fields}))
 
 
 @given(st.sampled_from([cls.__name__ for cls in ALL]), st.dictionaries(names | st.text(max_size=8), values, max_size=6))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_any_fields_are_a_well_typed_message_or_a_wire_error(kind, fields):
     line = json.dumps(dict(fields, type=kind)).encode()
     try:
@@ -160,6 +161,7 @@ made = st.one_of(
     st.builds(NodeReady, texts, st.integers(0, 9), st.dictionaries(texts, texts, max_size=3)))
 
 
+@settings(deadline=None)
 @given(st.lists(made, max_size=6), st.lists(st.integers(0, 10_000), max_size=12), st.lists(st.booleans(), max_size=5))
 def test_messages_arrive_the_same_however_the_stream_cuts_them(sent, at, silences):
     reader = wire.Reader(Pieces(cut(b"".join(map(wire.encode, sent)), at, silences)))
@@ -173,7 +175,7 @@ def test_messages_arrive_the_same_however_the_stream_cuts_them(sent, at, silence
                           st.tuples(st.just("exactly"), st.binary(max_size=40)),
                           st.tuples(st.just("frame"), st.binary(max_size=40))), max_size=10),
        st.lists(st.integers(0, 10_000), max_size=30), st.lists(st.booleans(), max_size=5))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_lines_frames_and_bytes_come_out_in_order_whatever_the_pieces_and_silences(parts, at, silences):
     sent = b"".join(data + b"\n" if kind == "line" else struct.pack(">cI", b"D", len(data)) + data if kind == "frame" else data
                     for kind, data in parts)
@@ -244,6 +246,7 @@ class Sink:
         self.writes.append(data)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([b"D", b"J", b"Z"]), st.binary(max_size=100)), max_size=10))
 def test_frames_are_read_as_they_were_written(frames):
     sink = Sink()
