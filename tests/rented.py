@@ -13,6 +13,15 @@ from running import Running, end_all
 AT_WORK = "echo kept > out.txt; echo at-work; sleep 120"
 
 
+def until_go(renter: Renter) -> str:
+    """Shell that waits for `go(renter)`: a machine sees the files of this one."""
+    return f"until [ -e {renter.folder}/go ]; do sleep 0.05; done"
+
+
+def go(renter: Renter) -> None:
+    (renter.folder / "go").touch()
+
+
 @pytest.fixture(autouse=True)
 def none_goes_on() -> Iterator[None]:
     """A test that fails half-way leaves no gpurun."""

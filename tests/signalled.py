@@ -13,7 +13,7 @@ import time
 from renter import Renter
 from running import Running
 
-END_S = 40.0
+END_S = 90.0
 OUTPUT = "echo kept > out.txt; echo at-work; sleep 120"
 HEAVY = "yes 0123456789abcdef | head -c 150M > out.txt; echo made"
 SLOW = ((0.1, "st_loading"), (600.0, "st_running"))

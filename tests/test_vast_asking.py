@@ -308,7 +308,7 @@ class Terminal:
             os.execve(sys.executable, [sys.executable, str(TESTS / "quick.py"), *args], env)
         self.got, self.open = b"", True
 
-    def until(self, text, limit_s=20):
+    def until(self, text, limit_s=60):
         deadline = time.monotonic() + limit_s
         while text is None and self.open or text is not None and text not in self.got:
             assert time.monotonic() < deadline and (self.open or text is None), self.got.decode(errors="replace")

@@ -47,7 +47,7 @@ def rent(renter: Renter, label: str) -> Any:
     body = json.dumps({"client_id": "me", "image": "x:1", "disk": 16, "label": label, "env": {}, "onstart": "", "runtype": "ssh_direc ssh_proxy"})
     request = urllib.request.Request(f"{renter.server.url}/api/v0/asks/{renter.server.offers[0]['id']}/", body.encode(), method="PUT", headers={
         "Authorization": f"Bearer {renter.server.key}", "Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return renter.server.instances[int(json.load(answer)["new_contract"])]
 
 

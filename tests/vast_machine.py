@@ -6,6 +6,7 @@ this host. Its first process ends when this process does, however that ends, and
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import random
@@ -242,18 +243,26 @@ def _shut(listener: socket.socket) -> None:
     listener.close()
 
 
+_given: "collections.deque[int]" = collections.deque(maxlen=500)
+_giving = threading.Lock()
+
+
 def free_ports(count: int, kind: int = socket.SOCK_STREAM) -> list[int]:
-    """Ports below those that the kernel hands out by itself: nobody gets one by chance before its user binds it."""
+    """Ports below those that the kernel hands out by itself: nobody gets one by chance before its user binds it. Each process of `tests/run` has
+    a range of its own, and none gives one out again soon."""
     found: list[int] = []
+    worker = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "")) or 9) % 10
     while len(found) < count:
-        port = random.randrange(12000, 32000)
-        with socket.socket(socket.AF_INET, kind) as sock:
+        port = 12000 + 2000 * worker + random.randrange(2000)
+        with _giving, socket.socket(socket.AF_INET, kind) as sock:
+            if port in _given:
+                continue
             try:
                 sock.bind(("0.0.0.0", port))
             except OSError:
                 continue
-        if port not in found:
             found.append(port)
+            _given.append(port)
     return found
 
 
@@ -448,7 +457,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 def _parent(process: Path) -> int:
     try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])   # a name may be half of a letter
     except (OSError, IndexError):
         return 0
 

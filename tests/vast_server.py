@@ -62,6 +62,7 @@ class VastServer:
         self._closing = False
         self._httpd: Httpd | None = None
         self._other: Httpd | None = None
+        self._held: socket.socket | None = None
 
     # -- its life --
 
@@ -76,12 +77,18 @@ class VastServer:
             raise AssertionError(f"the loopback server itself failed: {self.errors!r}") from self.errors[0]
 
     def up(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
         self._httpd = Httpd(self, self.port)
         self.port = self._httpd.server_address[1]
 
     def down(self) -> None:
-        """Connections are refused until `up()`."""
+        """Connections are refused until `up()`; meanwhile nobody else gets the port."""
         self._httpd.end()
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", self.port))
 
     def close(self) -> None:
         with self.changed:
@@ -95,6 +102,8 @@ class VastServer:
         for httpd in (self._httpd, self._other):
             if httpd is not None:
                 httpd.end()
+        if self._held is not None:
+            self._held.close()
         for thread in self._threads:
             thread.join(60)
         for instance in self.instances.values():
