@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import pytest
 
@@ -147,7 +147,7 @@ class Slurm:
         """The ids of the jobs of this name, also of those that ended not long ago."""
         return self.run("squeue", "-h", "-t", "all", "-o", "%i", "-n", name).stdout.split()
 
-    def until(self, job_id: str, *states: str, timeout_s: float = 30.0) -> str:
+    def until(self, job_id: str, *states: str, timeout_s: float = BOUND_S) -> str:
         """Its state, once it is one of these."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -219,7 +219,7 @@ class Slurm:
 
     def stop_database(self) -> Any:
         """A context manager: slurmdbd isn't there in it, so that sacct fails."""
-        return self._down("slurmdbd")
+        return self._down("slurmdbd", self._accounts_again)
 
     def start_controller(self) -> None:
         self._script("slurm-up")
@@ -227,13 +227,21 @@ class Slurm:
     start_database = start_controller
 
     @contextlib.contextmanager
-    def _down(self, daemon: str) -> Iterator[None]:
+    def _down(self, daemon: str, again: Callable[[], None] = lambda: None) -> Iterator[None]:
         with self.alone():
             self._script("slurm-down", "--only", daemon)
             try:
                 yield
             finally:
                 self._script("slurm-up")
+                again()
+
+    def _accounts_again(self) -> None:
+        """Returns when the accounting knows what happens. It answers at once, and slurmctld tries only each 10 s to tell it of anything again."""
+        job, deadline = self.submit("true"), time.monotonic() + BOUND_S
+        while "COMPLETED" not in self.run("sacct", "-n", "-X", "-j", job, "-o", "State").stdout:
+            assert time.monotonic() < deadline, f"the accounting doesn't hear of the end of job {job}"
+            time.sleep(0.1)
 
     @contextlib.contextmanager
     def node_down(self, name: str) -> Iterator[None]:

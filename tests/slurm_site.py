@@ -16,7 +16,20 @@ from slurm_cluster import Shims, Slurm
 
 COUNTED = "echo $SLURM_JOB_ID >> $HOME/ran-{name}"
 STUBBORN = "trap 'echo bye; echo saved > saved; exit 0' TERM; echo up; while :; do sleep 0.02; done"
-NEWS_S = 30.0    # in which something that Slurm decides is seen
+NEWS_S = 60.0    # in which something that Slurm decides is seen
+
+
+class Started(Running):
+    """One whose end Slurm and its agent have to tell of first. Whoever promises that something is soon says so: `with within(…)`."""
+
+    def until(self, text: str) -> None:
+        """Returns as soon as the job has printed the line `text`: a word of the job is in what gpurun itself says now and then."""
+        eventually(lambda: text + "\n" in self.printed or not any(reader.is_alive() for reader in self.readers), 2 * NEWS_S)
+        assert text + "\n" in self.printed, self.err
+
+    def end(self) -> int:
+        self.process.wait(2 * NEWS_S)
+        return super().end()
 
 
 class Site:
@@ -39,7 +52,7 @@ class Site:
         return self.here.job(run, name=name, folder=self.here.work / name, **keys)
 
     def start(self, *args: Any, **options: Any) -> Running:
-        return Running(self.here, *args, **options)
+        return Started(self.here, *args, **options)
 
     def gpurun(self, *args: Any, **options: Any) -> Any:
         return self.here.gpurun(*args, **options)
@@ -125,7 +138,7 @@ class Site:
             if not name.startswith("."):
                 self.shims.shim(name)
         names = {path.name for path in self.here.runs.iterdir()} if self.here.runs.exists() else set()
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + NEWS_S
         while True:
             lines = [line.split(" ", 1) for line in self.slurm.run("squeue", "-h", "-o", "%i %j").stdout.splitlines()]
             left = [job for job, name in lines if name in names]

@@ -9,7 +9,7 @@ import signal
 import pytest
 from conftest import eventually
 from slurm_cluster import slurm             # noqa: F401 (a fixture)
-from slurm_site import COUNTED, STUBBORN, pending, ran, site, site_of_file   # noqa: F401 (fixtures)
+from slurm_site import COUNTED, NEWS_S, STUBBORN, pending, ran, site, site_of_file   # noqa: F401 (fixtures)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ class Project:
 
     def until(self, job_id: str, status: str):
         """The manifest, once a poll has brought it to this status."""
-        eventually(lambda: self.poll(job_id)[job_id]["manifest_status"] == status, 40)
+        eventually(lambda: self.poll(job_id)[job_id]["manifest_status"] == status, 2 * NEWS_S)
         return self.manifest(job_id)
 
 
@@ -54,7 +54,7 @@ def test_a_submit_for_a_plan_names_slurms_job_and_polls_follow_it_to_its_end(sit
     assert job == site.job_id("plan") and site.slurm.state(job) == "PENDING"
     assert (manifest["backend"], manifest["job_id"], manifest["status"], manifest["plan_id"]) == ("slurm", job, "submitted", "3.1")
     assert manifest["expected_artifacts"] == ["out"] and manifest["terminal_details"] is None and "gpurun submit" in manifest["submit_command"]
-    row = eventually(lambda: [row for row in project.poll(job).values() if row["backend_state"] == "PENDING"])[0]
+    row = eventually(lambda: [row for row in project.poll(job).values() if row["backend_state"] == "PENDING"], NEWS_S)[0]
     assert (row["manifest_status"], row["backend"]) == ("submitted", "slurm")
     refused = site.gpurun(*project.options(path, "3.1"), cwd=project.root)
     assert refused.returncode != 0 and job in refused.stderr.decode() and len(site.jobs("plan")) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -40,9 +41,9 @@ def test_a_job_runs_and_both_witnesses_know_how_it_ended(slurm, tmp_path):
     out = tmp_path / "out"
     job = slurm.submit("echo $SLURMD_NODENAME; exit 3", "--job-name=equipment", f"--output={out}")
     slurm.until(job, "FAILED")
-    assert out.read_text() == "n1\n" and slurm.job(job)["ExitCode"] == "3:0"
+    assert out.read_text() in ("n1\n", "n2\n") and slurm.job(job)["ExitCode"] == "3:0"   # n1 may be full of other tests' jobs
     assert slurm.jobs("equipment") == [job]
-    eventually(lambda: slurm.run("sacct", "-X", "-P", "-n", "-j", job, "-o", "State,ExitCode").stdout == "FAILED|3:0\n")
+    eventually(lambda: slurm.run("sacct", "-X", "-P", "-n", "-j", job, "-o", "State,ExitCode").stdout == "FAILED|3:0\n", 60)
 
 
 def test_a_job_on_two_nodes_has_both_and_their_pretended_gpus(slurm, tmp_path):
@@ -113,7 +114,7 @@ def test_without_its_controller_clients_fail_while_jobs_go_on(slurm, tmp_path):
             assert slurm.run("scontrol", "ping", check=False).returncode == 1
             (tmp_path / "go").touch()
             eventually(lambda: (tmp_path / "done").exists())
-        slurm.until(job, "COMPLETED")
+        slurm.until(job, "COMPLETED")      # its node tries only each 15 s to tell the controller
 
 
 def test_without_its_database_only_sacct_fails(slurm):
@@ -131,26 +132,43 @@ def test_a_job_of_a_lost_node_ends_node_fail(slurm):
             slurm.until(job, "NODE_FAIL")
 
 
-def test_who_wants_to_be_alone_waits_for_the_others_and_they_for_him(slurm):
+def test_who_wants_to_be_alone_waits_for_the_others_and_they_for_him(tmp_path):
+    mine = slurm_cluster._Turn(tmp_path / "turn")
+    mine.take()
     other = python(f"""if True:
         import slurm_cluster, sys
         from pathlib import Path
-        turn = slurm_cluster._Turn(Path({str(slurm._turn._lock.name)!r}))
+        turn = slurm_cluster._Turn(Path({str(tmp_path / 'turn')!r}))
         turn.take()
         print("there", flush=True); input(); turn.give()
         print("gone", flush=True); turn.take(); print("again", flush=True)""")
     assert other.stdout.readline() == "there\n"
     said = []
     reader = threading.Thread(target=lambda: said.extend(iter(other.stdout.readline, "")))
-    threading.Timer(0.2, lambda: other.stdin.write("\n") and other.stdin.flush()).start()
-    with slurm.alone(), slurm.alone():
+
+    def go() -> None:
+        with open(mine._gate.name) as gate:
+            eventually(lambda: taken(gate))         # who wants to be alone stands in it
+        other.stdin.write("\n")
+        other.stdin.flush()
+    threading.Thread(target=go).start()
+    with mine.alone(), mine.alone():
         assert other.stdout.readline() == "gone\n", "it has said that before it let us in"
         reader.start()
         reader.join(0.2)
         assert said == [], "it is let in after us"
-    other.wait(10)
-    reader.join(10)
+    other.wait(60)
+    reader.join(60)
     assert said == ["again\n"]
+
+
+def taken(gate) -> bool:
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(gate, fcntl.LOCK_UN)
+    return False
 
 
 # ---- a private one
@@ -187,9 +205,9 @@ def test_a_second_worker_shares_the_cluster_and_the_last_one_ends_it_and_nothing
     assert first.stdout.readline() == second.stdout.readline() == f"{folder}/etc/slurm.conf\n"
     daemons = [pid_of(folder, name) for name in DAEMONS if not name.endswith("dbd")]
     assert all(daemons)
-    first.communicate("\n", timeout=60)
+    first.communicate("\n", timeout=300)
     assert daemons == [pid_of(folder, name) for name in DAEMONS if not name.endswith("dbd")]
-    assert second.communicate("\n", timeout=60)[0] == "ended\n"
+    assert second.communicate("\n", timeout=300)[0] == "ended\n"
     assert not list(folder.parent.glob(f"{folder.name}*")) and not any(map(supervise.start_time, daemons))
     assert all(pid_of(slurm.folder, name) for name in DAEMONS)
 
@@ -210,7 +228,7 @@ def test_a_job_of_a_cluster_that_ends_ends_too(tmp_path):
     with own_slurm(accounting=False, killwait=1) as mine:
         mine.submit(f"trap '' TERM; echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; while :; do sleep 0.1; done")
         eventually(lambda: (tmp_path / "pid").exists())
-    assert not supervise.start_time(int((tmp_path / "pid").read_text()))
+    eventually(lambda: not supervise.start_time(int((tmp_path / "pid").read_text())))
 
 
 def test_where_slurm_cannot_be_it_is_said_in_one_line(tmp_path):

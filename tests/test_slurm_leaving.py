@@ -19,7 +19,7 @@ def test_a_submitted_run_is_ended_without_us_and_fetched_later(site):
     site.until_printed("alone", "one")
     asked = json.loads(site.gpurun("status", run_id, "--refresh", "--json").stdout)
     assert asked["state"] in ("PENDING", "RUNNING") and asked["detached"]
-    eventually(lambda: f"job {site.job_id('alone')}, RUNNING on n" in site.gpurun("status", run_id, "--refresh").stdout.decode())
+    eventually(lambda: f"job {site.job_id('alone')}, RUNNING on n" in site.gpurun("status", run_id, "--refresh").stdout.decode(), NEWS_S)
     assert site.gpurun("logs", run_id).stdout == b"one\n" and site.gpurun("rm", run_id).returncode != 0
     site.go("alone")
     eventually((site.there("alone") / "run.code.0").exists)
@@ -30,7 +30,7 @@ def test_a_submitted_run_is_ended_without_us_and_fetched_later(site):
 
 
 def test_logs_follow_and_fetch_while_it_runs(site):
-    run_id = site.submit(site.job(f"echo one; echo half > part; {site.until('mid')}; echo two; echo whole > part", "mid", outputs=["part"]))
+    run_id = site.submit(site.job(f"echo half > part; echo one; {site.until('mid')}; echo two; echo whole > part", "mid", outputs=["part"]))
     reader = site.start("logs", "-f", run_id)
     reader.until("one")
     done = site.gpurun("fetch", run_id, "part", "--to", site.here.work / "early")
@@ -76,7 +76,8 @@ def test_ctrl_c_while_slurm_has_it_wait_ends_it_at_once(site):
     run = site.start(site.job("echo never", "ctrlq"), "--cluster", pending(site, "ctrlq"))
     job = site.job_id("ctrlq")
     eventually(lambda: "JobHeldUser" in run.err, NEWS_S)
-    assert run.signal(signal.SIGINT).end() == 130
+    with within(25):
+        assert run.signal(signal.SIGINT).end() == 130
     assert site.slurm.state(job) == "CANCELLED" and run.out == ""
     stopped(site, "ctrlq")
 
@@ -97,7 +98,8 @@ def test_stop_of_a_job_that_waits_and_of_one_that_is_over(site):
 def test_stop_kills_what_heeds_no_term(site, grace):
     """At once without a grace; else Slurm does it when its own KillWait, 5 s here, is over."""
     name = f"deaf{grace}"
-    run_id = site.submit(site.job("trap '' TERM; echo up; echo x > x; while :; do sleep 0.02; done", name, outputs=["x"]))
+    run_id = site.submit(site.job("trap '' TERM; echo x > x; echo up; while :; do sleep 0.02; done", name, outputs=["x"]))
+    site.until_printed(name, "up")
     site.until_running(name)
     assert site.gpurun("stop", run_id, "--grace", grace).returncode == 0
     stopped(site, name)
@@ -107,6 +109,7 @@ def test_stop_kills_what_heeds_no_term(site, grace):
 def test_a_grace_that_is_longer_than_slurms_own_is_given_whole(site):
     """Slurm's KillWait is 5 s here, after which a plain scancel kills."""
     run_id = site.submit(site.job("trap 'sleep 7; echo saved > saved; exit 0' TERM; echo up; while :; do sleep 0.02; done", "slow", outputs=["saved"]))
+    site.until_printed("slow", "up")
     site.until_running("slow")
     assert site.gpurun("stop", run_id, "--grace", "20").returncode == 0
     stopped(site, "slow")

@@ -8,7 +8,7 @@ import pytest
 from conftest import end_agents, eventually
 from running import Running, end_all
 from slurm_cluster import slurm             # noqa: F401 (a fixture)
-from slurm_site import within
+from slurm_site import NEWS_S, within
 from sshd import SSHD, Sshd, own_home_possible
 
 pytestmark = pytest.mark.skipif(not SSHD or not shutil.which("ssh") or not own_home_possible(),
@@ -37,11 +37,12 @@ def test_from_the_laptop_to_the_login_host_to_the_compute_node_and_back(here, sl
     (path.parent / "data").write_text("over ssh\n")
     run = Running(here, path, "--cluster", here.work / "cluster.toml", env=dict(here.env, SECRET="four"))
     eventually(lambda: run.out == "over ssh\n", 60)
-    eventually(lambda: here.record()["backend"].get("state") == "RUNNING")
+    eventually(lambda: here.record()["backend"].get("state") == "RUNNING", NEWS_S)
     record = here.record()
     assert record["node"]["kind"] == "slurm" and record["backend"]["nodes"] == "n[1-2]" and "node" in record["node"]["name"]
     assert slurm.job(record["backend"]["job_id"])["TimeLimit"] == "00:05:00" and f"{login.home}/slurm-bin/sbatch" in run.err
     go.touch()
+    run.process.wait(60)
     assert run.end() == 5 and run.out == "over ssh\n5\n"
     assert [(here.latest / "outputs" / name).read_text() for name in ("at-0", "at-1")] == ["n1\n", "n2\n"] and login.logins == 1
     assert here.gpurun(here.job("echo again", name="ssh-again"), "--cluster", here.work / "cluster.toml").stdout == b"again\n" and login.logins == 1
@@ -50,7 +51,7 @@ def test_from_the_laptop_to_the_login_host_to_the_compute_node_and_back(here, sl
 def test_a_node_dir_that_the_compute_nodes_do_not_see_is_what_the_user_is_told(here, slurm, login):
     """The home of the sshd's sessions is theirs alone, as one on a login host's own disk."""
     (here.work / "cluster.toml").write_text('[provider]\nkind = "slurm"\nlogin = "node"\n')
-    with within(40):
+    with within(55):         # a job that has ended and only left no record is waited for a minute
         done = here.gpurun(here.job("echo never", name="ssh-unshared"))
     err = done.stderr.decode()
     assert done.returncode == 125 and done.stdout == b"" and "on a file system that the compute nodes share?" in err, err

@@ -21,8 +21,8 @@ def test_a_controller_that_is_too_busy_to_answer_costs_nothing(site):
     run = site.start(site.job(f"echo up; {site.until('busy')}; exit 3", "busy"))
     run.until("up")
     eventually(lambda: len(site.calls("squeue")) > number + 3, NEWS_S)
-    assert "Slurm doesn't answer: " in run.err and "Socket timed out" in run.err, run.err
-    eventually(lambda: "RUNNING" in str(site.record("busy")["backend"]))
+    eventually(lambda: "Slurm doesn't answer: " in run.err and "Socket timed out" in run.err)
+    eventually(lambda: "RUNNING" in str(site.record("busy")["backend"]), NEWS_S)
     site.go("busy")
     assert run.end() == 3 and len(site.jobs("busy")) == 1
     failed(site, "busy", 3, "exited 3")
@@ -69,9 +69,10 @@ def test_without_any_question_answered_nothing_of_a_pending_job_is_guessed(site)
     run = site.start(site.job("echo ran; exit 2", "nothing"), "--cluster", site.with_keys("nothing", extra=["--hold"]))
     job = site.job_id("nothing")
     eventually(lambda: len(site.calls("squeue")) > number + 2, NEWS_S)
-    assert run.process.poll() is None and site.record("nothing")["state"] == "RUNNING"
+    eventually(lambda: site.record("nothing")["state"] == "RUNNING")
+    assert run.process.poll() is None
     site.slurm.run("scontrol", "release", job)
-    assert run.process.wait(30) == 2 and run.end() == 2 and run.out == "ran\n"
+    assert run.end() == 2 and run.out == "ran\n"
 
 
 # ---- what others do --------------------------------------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def test_a_suspended_job_goes_on(site):
 def test_a_job_that_can_never_start_shows_why_and_ends_at_its_pending_limit(site):
     run = site.start(site.job("echo never", "never"), "--cluster", site.with_keys("never", nodes=3, pending_limit_s=6))
     eventually(lambda: re.search("Partition(Config|NodeLimit)", run.err), NEWS_S)
-    assert run.process.wait(40) == 124 and run.end() == 124
+    assert run.end() == 124
     failed(site, "never", 124, "Slurm's queue", "Partition")
     assert site.slurms("never")["JobState"] == "CANCELLED" and run.out == ""
 
@@ -126,21 +127,21 @@ def test_slurms_time_limit_is_a_time_limit(site):
     run = site.start(site.job("trap 'echo saved > saved; exit 0' TERM; echo up; while :; do sleep 0.05; done", "limit", outputs=["saved"]))
     run.until("up")
     site.slurm.time_out(site.job_id("limit"))
-    assert run.process.wait(50) == 124 and run.end() == 124
+    assert run.end() == 124
     failed(site, "limit", 124, "Slurm's time limit of ")
     assert (site.folder("limit") / "outputs/saved").read_text() == "saved\n"
 
 
 def test_a_budgets_hard_limit_counts_from_when_slurm_starts_the_job(site):
     cluster = site.with_keys("hard", extra=["--hold"])
-    run = site.start(site.job("echo x > x; echo up; while :; do sleep 0.05; done", "hard", outputs=["x"]), "--limit", "2", "--cluster", cluster)
+    run = site.start(site.job("echo x > x; echo up; while :; do sleep 0.05; done", "hard", outputs=["x"]), "--limit", "4", "--cluster", cluster)
     job = site.job_id("hard")
     eventually(lambda: "JobHeldUser" in run.err, NEWS_S)
     with pytest.raises(subprocess.TimeoutExpired):
-        run.process.wait(3)                       # longer than the limit: Slurm's queue is nobody's runtime
+        run.process.wait(5)                       # longer than the limit: Slurm's queue is nobody's runtime
     site.slurm.run("scontrol", "release", job)
-    assert run.process.wait(30) == 124 and run.end() == 124 and run.out == "up\n"
-    failed(site, "hard", 124, "the hard limit of 2 s")
+    assert run.end() == 124 and run.out == "up\n"
+    failed(site, "hard", 124, "the hard limit of 4 s")
     assert site.record("hard")["outputs"] == ["x"] and site.slurm.until(job, "CANCELLED", "FAILED", "COMPLETED")
 
 
@@ -150,7 +151,7 @@ def test_a_budgets_abort_pattern_and_silence_end_a_job_of_slurms(site):
     silent = site.job("echo one; while :; do sleep 0.05; done", "silent")
     silent.write_text(silent.read_text() + "[external_job]\nabort_silence_s = 3\n")
     runs = [site.start(one) for one in (path, silent)]
-    assert [run.process.wait(40) for run in runs] == [124, 124], [run.err for run in runs]
+    assert [run.end() for run in runs] == [124, 124], [run.err for run in runs]
     failed(site, "abort", 124, "CUDA error: device-side assert")
     failed(site, "silent", 124, "3 s")
     assert site.record("abort")["outputs"] == ["x"]
