@@ -481,6 +481,7 @@ class _Following:
         self._cancelled: Optional[float] = None
         self._stop_poked = self._kill_at = 0.0
         self._limit_asked = 0.0
+        self._ran = (-1, 0.0)         # of which start of it, and how long
         self._waits_since: Optional[float] = None
 
     def result(self) -> Dict[str, Any]:
@@ -567,15 +568,21 @@ class _Following:
                      self._stop, self._limit)
 
     def _ask(self, program: str) -> None:
-        """One more witness; what doesn't answer is taken for one that knows nothing."""
+        """One more witness; what doesn't answer is taken for one that knows nothing. The accounting may hear of an end a moment after the controller."""
         argv = slurm.scontrol(self._id) if program == "scontrol" else slurm.sacct([self._id])
-        self._extra[program] = Word()
-        try:
-            done = self._slurm.ask(argv, self._job._poll_s)
-        except GpurunError:
-            return
-        if done.code == 0:
-            self._extra[program] = slurm.parse_scontrol(done.out) if program == "scontrol" else slurm.parse_sacct(done.out).get(self._id, Word())
+        self._extra[program], deadline = Word(), time.monotonic() + slurm.RECORD_S
+        while True:
+            try:
+                done = self._slurm.ask(argv, self._job._poll_s)
+            except GpurunError:
+                return
+            if done.code != 0:
+                return
+            word = slurm.parse_scontrol(done.out) if program == "scontrol" else slurm.parse_sacct(done.out).get(self._id, Word())
+            self._extra[program] = word
+            if program == "scontrol" or word.kind == slurm.ENDED or time.monotonic() > deadline:
+                return
+            time.sleep(0.3)
 
     def _tell(self) -> None:
         watched, word = self._watched, self._word()
@@ -603,6 +610,9 @@ class _Following:
         self._limit_asked = now
         running_s = self._running_s()
         if running_s is not None:
+            start = max(self._begun, 0)
+            running_s = max(running_s, self._ran[1]) if self._ran[0] == start else running_s   # Slurm counts whole seconds, and takes its time to say them
+            self._ran = (start, running_s)
             self._limit = self._control.limit(running_s) or ""
         elif self._waits_since is not None and now - self._waits_since > self._job._pending_s:
             reason = self._word().reason

