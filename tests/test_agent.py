@@ -350,8 +350,7 @@ def test_a_killed_supervisor_is_a_fault_its_children_end_and_an_unrelated_proces
                          RunJob("orphaned", 'sleep 301 & setsid sleep 302 & echo $! > away; trap "" TERM; echo up; while :; do sleep 0.05; done'))
     talk.hear(NodeReady)
     eventually(lambda: (node.folder / "runs/orphaned/run.out").exists() and (node.folder / "runs/orphaned/run.out").read_bytes())
-    below = supervise.of_run("orphaned")
-    assert len(below) >= 3
+    eventually(lambda: len(supervise.of_run("orphaned")) >= 3)        # a process that is just starting a program shows no environment
     os.kill(node.state("orphaned")["supervised"]["pid"], signal.SIGKILL)
     fault = talk.hear(JobExited, NodeFault)
     assert isinstance(fault, NodeFault) and "no exit record" in fault.reason and str(node.folder / "runs/orphaned") in fault.reason
@@ -437,12 +436,19 @@ def test_an_agent_for_this_machine_only_is_replaced_when_others_want_to_reach_it
 
 
 def test_an_idle_agent_ends_by_itself_and_the_next_start_has_its_port(node, operator):
-    known = node.up(operator, idle_exit_s=0.3)
-    assert operator.run(known, "r", "exit 0").code == 0
-    eventually(lambda: gone(known))
+    known = node.up(operator)
+    talk = operator.talk(known, Hello(run_id="r", claim=True), RunJob("r", COUNT))
+    talk.hear(NodeReady)
+    eventually(lambda: (node.folder / "runs/r/run.out").exists())
+    node.end(known)
+    talk.close()
+    short = node.up(operator, idle_exit_s=0.3)              # it has the job to look after; else it could be gone before anybody comes
+    (node.folder / "runs/r/work/enough").touch()
+    eventually(lambda: gone(short), 60)
+    assert (node.folder / "runs/r/run.exit").exists(), "it left a job alone"
     again = node.up(operator)
-    assert (again["port"], again["id"]) == (known["port"], known["id"])
-    assert operator.talk(again, Hello(run_id="r")).hear(JobExited).code == 0
+    assert (again["port"], again["id"]) == (short["port"], short["id"]) == (known["port"], known["id"])
+    assert operator.talk(again, Hello(run_id="r")).hear(JobExited).code == 7
 
 
 def test_a_port_that_somebody_else_took_meanwhile_is_no_obstacle(node, operator):
@@ -636,9 +642,10 @@ def test_fifty_jobs_in_a_row_leave_no_zombie_and_let_nothing_grow(node, operator
     at_ten = settled()
     for number in range(11, 51):
         job(number)
-    at_fifty = settled()
+    settled()
+    eventually(lambda: all(vitals(known["pid"])[name] <= at_ten[name] + more for name, more in (("threads", 1), ("fds", 4))), 60)
+    at_fifty = vitals(known["pid"])
     assert all(state != "Z" for state, _ in below(known["pid"]))
-    assert at_fifty["threads"] <= at_ten["threads"] + 1 and at_fifty["fds"] <= at_ten["fds"] + 4, (at_ten, at_fifty)
     assert at_fifty["rss_kib"] <= at_ten["rss_kib"] + 8 * 1024, (at_ten, at_fifty)
     assert node.log() == ""
 
@@ -667,7 +674,11 @@ def test_the_agent_runs_a_job_on_every_python_that_is_here(node, operator, pytho
 
 def places_of(secret: str, folder: Path) -> list[str]:
     """Files below `folder` and processes whose command line have it."""
-    found = [str(file) for file in folder.rglob("*") if file.is_file() and secret.encode() in file.read_bytes()]
+    found = []
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):         # a record's next version has a name of its own for a moment
+            if file.is_file() and secret.encode() in file.read_bytes():
+                found.append(str(file))
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if secret.encode() in Path(f"/proc/{name}/cmdline").read_bytes():

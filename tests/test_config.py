@@ -17,7 +17,7 @@ from gpurun.errors import ConfigError
 from gpurun.tomlfile import tomllib
 
 MINIMAL = '[job]\nname = "a"\nrun = "true"\n'
-QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def test_a_default_that_gives_way_contradicts_nothing(external, lines):
 SETTINGS = ("hard_limit_s", "progress_every_s", "health_check_s", "soft_review_s", "abort_silence_s")
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.sampled_from([None, *budgets.TABLE]), st.dictionaries(st.sampled_from(SETTINGS), st.integers(1, 5000)))
 def test_what_is_read_is_a_budget_in_which_each_setting_comes_before_the_hard_limit(external, name, given_s):
     lines = ([f'runtime_budget = "{name}"'] if name else []) + [f"{key} = {value}" for key, value in given_s.items()]

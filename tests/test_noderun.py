@@ -557,9 +557,9 @@ def test_a_report_of_a_fault_has_no_code_and_its_reason(node):
 
 
 def test_a_setup_that_its_hard_limit_ended_has_no_job_behind_it_whatever_code_it_chose(node):
-    run = told(node.create(), RunSetup(RUN_ID, "trap 'exit 0' TERM; sleep 60 & wait", {}, {"name": "quick", "hard_s": 0.3}), RunJob(RUN_ID, "echo never"))
+    run = told(node.create(), RunSetup(RUN_ID, "trap 'exit 0' TERM; sleep 60 & wait", {}, {"name": "quick", "hard_s": 2.0}), RunJob(RUN_ID, "echo never"))
     at_work(run)
     eventually(lambda: run.over)
     (done,) = [event for event in run.events if isinstance(event, SetupCompleted)]
-    assert done.code == 0 and not done.stopped and done.limit == "the hard limit of 0.3 s (budget quick) was reached"
+    assert done.code == 0 and not done.stopped and done.limit == "the hard limit of 2 s (budget quick) was reached"
     assert run.report()["code"] == 143 and run.report()["limit"] == done.limit and not (node.folder / "run.out").exists()
