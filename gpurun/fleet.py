@@ -103,6 +103,7 @@ class Fleet:
     def look(self) -> Observed:
         """What is there now, put into the records."""
         records = tuple(self.all())
+        asked = self.store.clock()
         try:
             seen, complete = self._ask_provider()
             self._refused_since = 0.0
@@ -121,7 +122,7 @@ class Fleet:
         self._unknown_since = (self._unknown_since or time.monotonic()) if self._unknown else 0.0
         now = self.store.clock()
         held = {**self._held, **dict.fromkeys(self._making, float("inf"))}
-        observed = note(Observed(records, tuple(seen), complete, tuple(self._busy), held), now)
+        observed = note(Observed(records, tuple(seen), complete, tuple(self._busy), held, asked), now)
         for before, after in zip(records, observed.machines):
             if after != before:
                 self.store.change(before.label, **{name: value for name, value in after._asdict().items()

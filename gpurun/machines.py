@@ -147,13 +147,11 @@ class Store:
         path = os.path.join(self.folder, f"{prefix}lock")
         try:
             make_private_dir(self.folder)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = _shared(path)
         except OSError:                       # it can't be written: nothing is rented then, but what is there must still be ended
             yield
             return
         try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_SH)
             yield
         finally:
             if not self.all(prefix):
@@ -275,6 +273,21 @@ class Store:
             yield
         finally:
             os.close(fd)
+
+
+def _shared(path: str) -> int:
+    """The file, made where it isn't there, with a lock that several may have. Whoever had it last may have removed it between the two."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError:                       # a file system without locks
+            return fd
+        os.close(fd)
 
 
 def _until(one: Any) -> float:

@@ -49,13 +49,14 @@ class Seen(NamedTuple):
 class Observed(NamedTuple):
     """`complete`: the provider was asked for all machines and answered; else `seen` are a few that were asked for one by one, or none.
     `busy`: labels of machines whose last step is still being carried out. `held`: for an index until when nothing is created there, without
-    end while one is being asked for."""
+    end while one is being asked for. `asked`: when the provider was, whose answer may be old by the time that it is here."""
 
     machines: Tuple[Machine, ...] = ()
     seen: Tuple[Seen, ...] = ()
     complete: bool = False
     busy: Tuple[str, ...] = ()
     held: Mapping[int, float] = {}
+    asked: float = float("inf")
 
 
 class Desired(NamedTuple):
@@ -128,7 +129,7 @@ def reconcile(observed: Observed, desired: Desired, now: float) -> Tuple[Step, .
     for machine in observed.machines:
         waits = 0 < machine.not_before - now <= desired.longest_s   # later than that is what a clock said that has been set back since
         if machine.label not in observed.busy and not waits:
-            step = _next(machine, machine.label in kept, rows, observed.complete, desired, now)
+            step = _next(machine, machine.label in kept, rows, observed, desired, now)
             if step is not None:
                 plan.append(step)
     strays = _strays(observed, desired, len(kept))
@@ -159,12 +160,12 @@ class _Rows:
         return next((row for row in self.by_label.get(machine.label, ()) if machine.id and row.id != machine.id), None)
 
 
-def _next(machine: Machine, stays: bool, rows: _Rows, complete: bool, desired: Desired, now: float) -> Optional[Step]:
+def _next(machine: Machine, stays: bool, rows: _Rows, observed: Observed, desired: Desired, now: float) -> Optional[Step]:
     row, twin = rows.of(machine), rows.twin(machine)
     if twin is not None:
         return Destroy(machine.label, twin.id, "a second machine under one label")
     if row is None:
-        return _absent(machine, complete, desired, now)
+        return _absent(machine, observed.complete, desired, min(now, observed.asked))
     reason, fault = _must_go(machine, row, stays, desired, now)
     if reason and machine.ended and 0 <= now - machine.ended < desired.again_s:
         return None                           # it was taken; a listing shows it for some seconds more
@@ -173,15 +174,16 @@ def _next(machine: Machine, stays: bool, rows: _Rows, complete: bool, desired: D
     return Prepare(machine.label) if row.state == UP and not machine.ready else None
 
 
-def _absent(machine: Machine, complete: bool, desired: Desired, now: float) -> Optional[Step]:
-    """No listing shows it. One that was seen or ended is gone once that is confirmed; a young one may not be shown yet."""
-    if not complete or not machine.absent or now - machine.absent < desired.confirm_s:
+def _absent(machine: Machine, complete: bool, desired: Desired, asked: float) -> Optional[Step]:
+    """No listing shows it. One that was seen or ended is gone once that is confirmed, by a listing that was asked for late enough; a young one may
+    not be shown yet."""
+    if not complete or not machine.absent or asked - machine.absent < desired.confirm_s:
         return None
     if machine.ended:
         return Forget(machine.label, machine.why or "ended")
     if machine.sighted:
         return Forget(machine.label, "it is gone, and not by us")
-    return Forget(machine.label, "it was never made") if now - machine.begun >= desired.settle_s else None
+    return Forget(machine.label, "it was never made") if asked - machine.begun >= desired.settle_s else None
 
 
 def _must_go(machine: Machine, row: Seen, stays: bool, desired: Desired, now: float) -> Tuple[str, str]:

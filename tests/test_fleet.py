@@ -56,7 +56,7 @@ class Memory(Machines):
     """A provider. `do[name]` takes the place of a call; what it gives or raises is what the call does."""
 
     paid = True
-    times = {"settle_s": 0.6, "confirm_s": 0.1, "again_s": 0.2, "doubt_s": 0.3, "ready_within_s": 5.0}
+    times = {"settle_s": 20.0, "confirm_s": 0.1, "again_s": 0.2, "doubt_s": 0.3, "ready_within_s": 60.0}
 
     def __init__(self) -> None:
         self.rows: dict[str, Seen] = {}
@@ -128,7 +128,7 @@ class World:
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     monkeypatch.setattr(fleets, "PACE", Pace(look_s=0.02, ending_s=0.02, offer_s=0.0, create_s=0.0, failed_s=0.0, later_s=0.0, again_s=(0.02, 0.04),
-                                             patience_s=5.0, in_flight_s=5.0))
+                                             patience_s=40.0, in_flight_s=30.0))
     monkeypatch.setattr(fleets, "facts_once", lambda *_: {})          # its agents answer
     monkeypatch.setattr(fleets, "arm_once", lambda *_: Armed())
     return World(tmp_path)
@@ -159,13 +159,13 @@ def test_what_is_wanted_has_changed_each_machine_is_replaced_and_never_two_at_on
 
 def test_a_machine_that_takes_long_holds_up_no_other(world):
     go = threading.Event()
-    world.provider.do["prepare"] = lambda one: go.wait(20) if one.index == 1 else None
+    world.provider.do["prepare"] = lambda one: go.wait(60) if one.index == 1 else None
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(world.up(3)))
     thread.start()
     eventually(lambda: sum(one.ready for one in world.store.all()) == 2)
     go.set()
-    thread.join(20)
+    thread.join(60)
     assert [one.index for one in found] == [1, 2, 3]
 
 
@@ -214,6 +214,7 @@ def test_an_answer_that_got_lost_is_settled_by_the_list_and_nothing_is_asked_for
         raise UnclearError("the answer was lost", number if known else "")
 
     world.provider.do["create"] = create
+    world.provider.times = {**Memory.times, "settle_s": 1.5}
     assert len(world.up(1)) == 1
     assert world.provider.most == 1 and len(world.store.all()) == 1
     assert world.provider.times_called("create") == (2 if made and known else 1)      # with an id it was an error: that machine is of no use
@@ -272,6 +273,7 @@ def test_a_limit_that_is_reached_before_all_is_up_ends_it(world):
 
 def test_another_gpurun_that_ends_it_meanwhile_has_its_way(world):
     world.provider.do["create"] = lambda one: world.provider.make(one, COMING)
+    world.provider.times = {**Memory.times, "confirm_s": 1.5}          # so long the other one can see it
     found: list[BaseException] = []
 
     def up() -> None:
@@ -284,7 +286,7 @@ def test_another_gpurun_that_ends_it_meanwhile_has_its_way(world):
     thread.start()
     eventually(lambda: any(one.sighted for one in world.store.all()))
     world.fleet().down()
-    thread.join(20)
+    thread.join(60)
     assert world.ended() and world.provider.times_called("create") == 1 and "brought down by another gpurun" in str(found[0])
 
 
@@ -293,7 +295,7 @@ def test_two_at_once_make_no_more_than_one_would(world):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert world.there == [1, 2, 3] and world.provider.most == 3 and [one.index for one in world.store.all()] == [1, 2, 3]
 
 
@@ -342,23 +344,46 @@ def test_down_asks_again_until_it_is_taken_and_the_list_shows_it_no_more(world):
 
 def test_down_of_what_comes_back_ends_it_once_more(world):
     one = world.up(1)[0]
-    back = []
+    gone: list[Seen] = []
+    looks = 0
 
-    def destroy(number: str) -> None:
-        row = world.provider.rows.pop(number)
-        if not back:
-            back.append(threading.Timer(0.05, lambda: world.provider.rows.update({number: row._replace(state=BROKEN)})))
-            back[0].start()
+    def look() -> Any:
+        nonlocal looks
+        looks += bool(gone)
+        if looks == 2:                        # the first list was without it
+            world.provider.rows[one.id] = gone[0]._replace(state=BROKEN)
+        return list(world.provider.rows.values()), True
 
-    world.provider.do["destroy"] = destroy
+    world.provider.do.update(destroy=lambda number: gone.append(world.provider.rows.pop(number)), look=look)
     assert world.fleet().down() == []
-    back[0].join()
+    assert world.ended() and world.provider.called.count(f"destroy {one.id}") == 2
+
+
+def test_a_list_that_comes_late_proves_nothing_of_what_was_after_it_was_asked_for(world):
+    one = world.up(1)[0]
+    gone: list[Seen] = []
+    looks, late_s = 0, 0.0
+
+    def look() -> Any:
+        nonlocal looks, late_s
+        found = list(world.provider.rows.values())
+        looks += bool(gone)
+        if looks > 1:                         # the second list without it takes a minute, in which the machine is there again
+            late_s += 60.0
+        if looks == 2:
+            world.provider.rows[one.id] = gone[0]._replace(state=BROKEN)
+        return found, True
+
+    world.store.clock = lambda: time.time() + late_s
+    world.provider.times = {**Memory.times, "confirm_s": 30.0}
+    world.provider.do.update(destroy=lambda number: gone.append(world.provider.rows.pop(number)), look=look)
+    assert world.fleet().down() == []
     assert world.ended() and world.provider.called.count(f"destroy {one.id}") == 2
 
 
 def test_what_cannot_be_ended_is_named_with_price_and_the_way_to_end_it_and_so_in_the_record(world, monkeypatch):
-    monkeypatch.setattr(fleets, "PACE", fleets.PACE._replace(patience_s=0.3))
     one = world.up(2)[0]
+    monkeypatch.setattr(fleets, "PACE", fleets.PACE._replace(patience_s=3.0))       # in which the other one must be known to be gone
     world.provider.do["destroy"] = lambda number: _raise(ProviderError("refused")) if number == one.id else world.provider.rows.pop(number)
     at = world.fleet()
     left = at.down()
@@ -375,7 +400,7 @@ def test_giving_up_leaves_at_once_what_is_not_ended(world):
     at = world.fleet()
     world.provider.do["destroy"] = lambda number: at.giving_up.set()
     began = time.monotonic()
-    assert len(at.down()) == 1 and time.monotonic() - began < 3
+    assert len(at.down()) == 1 and time.monotonic() - began < 20
 
 
 def test_down_does_not_wait_for_what_is_being_prepared(world):
@@ -384,7 +409,7 @@ def test_down_does_not_wait_for_what_is_being_prepared(world):
 
     def prepare(one: Machine) -> None:
         at.stopping.set()
-        go.wait(20)
+        go.wait(60)
 
     world.provider.do["prepare"] = prepare
     with pytest.raises(Stopped):
@@ -455,7 +480,7 @@ def test_down_leaves_a_job_that_runs_here_running_until_it_is_over(here):
     run.communicate(timeout=60)
     done = here.gpurun("down", "--yes")
     assert done.returncode == 0, done.stderr.decode()
-    workdir = next((here.node_dir / "runs").glob("*/work*"))
+    workdir = eventually(lambda: next((here.node_dir / "runs").glob("*/work*"), None))
     (workdir / "go").touch()
     assert here.gpurun("wait", here.latest.name).returncode == 0 and (here.latest / "stdout.log").read_text() == "went\n"
 

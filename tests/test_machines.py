@@ -52,7 +52,7 @@ def together(*works: Any) -> list[Any]:
     line, answers = FORK.Barrier(len(works)), FORK.SimpleQueue()
 
     def body(number: int, work: Any) -> None:
-        line.wait(20)
+        line.wait(60)
         answers.put((number, work()))
 
     processes = [FORK.Process(target=body, args=pair) for pair in enumerate(works)]
@@ -60,7 +60,7 @@ def together(*works: Any) -> list[Any]:
         process.start()
     found = dict(answers.get() for _ in processes)
     for process in processes:
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
     return [found[number] for number in range(len(works))]
 
@@ -196,7 +196,7 @@ def test_a_process_killed_while_it_writes_leaves_the_old_record_or_the_new_one_a
 
     process = FORK.Process(target=die)
     process.start()
-    process.join(20)
+    process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert store.all() == [machine(id="7")]
     assert store.change(label(), id="9").id == "9"       # nobody waits for the dead
@@ -320,6 +320,20 @@ def test_somebody_is_at_work_while_one_is_and_not_after_the_last(store):
     assert not list(Path(store.folder).glob("gpurun-*"))  # nor a file for each run that ever was
 
 
+def test_who_comes_just_as_the_last_one_leaves_is_at_work_all_the_same(store, monkeypatch):
+    path, flock, gone = os.path.join(store.folder, f"{CLUSTER}lock"), machines.fcntl.flock, []
+
+    def last_one_leaves(fd: int, how: int) -> None:
+        if how == machines.fcntl.LOCK_SH and not gone:
+            gone.append(os.unlink(path))
+        flock(fd, how)
+
+    monkeypatch.setattr(machines.fcntl, "flock", last_one_leaves)
+    with store.at_work(CLUSTER):
+        assert gone and Store(store.folder).somebody_at_work(CLUSTER)
+    assert not os.path.exists(path)
+
+
 def test_a_process_that_was_killed_is_at_work_no_more(store):
     inside = FORK.Event()
 
@@ -331,9 +345,9 @@ def test_a_process_that_was_killed_is_at_work_no_more(store):
 
     process = FORK.Process(target=work)
     process.start()
-    assert inside.wait(20) and store.somebody_at_work(CLUSTER)
+    assert inside.wait(60) and store.somebody_at_work(CLUSTER)
     process.kill()
-    process.join(20)
+    process.join(60)
     assert not store.somebody_at_work(CLUSTER)
 
 

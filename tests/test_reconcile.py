@@ -287,6 +287,13 @@ def test_what_is_next_for_one_machine(machine, seen, step):
     assert unlisted == ((step,) if step and seen else ())
 
 
+def test_a_listing_that_came_late_is_of_the_moment_when_it_was_asked_for():
+    for machine in (READY._replace(absent=NOW - 30, ended=NOW - 30), YOUNG._replace(absent=NOW - 30, begun=NOW - 92)):
+        observed = Observed((machine,), (), True)
+        assert reconcile(observed._replace(asked=NOW - 25), Desired(1, "new", PREFIX), NOW) == ()
+        assert len(reconcile(observed._replace(asked=NOW - 1), Desired(1, "new", PREFIX), NOW)) == 1
+
+
 def test_a_clock_that_was_set_back_makes_nothing_wait_for_it():
     gone = note(Observed((READY._replace(absent=NOW + 3600),), (), True), NOW).machines[0]
     assert gone.absent == NOW
@@ -612,13 +619,13 @@ def test_from_whatever_state_it_ends_as_asked_for(seed):
 
 
 def test_a_thousand_nodes_take_seconds():
-    begun = time.perf_counter()
+    begun = time.process_time()           # what others do on a busy machine doesn't count
     world = World(1, 1000)
     for _ in range(30):
         world.round()
     rounds = world.calm()
     world.count = 0
     world.calm()
-    took_s = time.perf_counter() - begun
+    took_s = time.process_time() - begun
     print(f"1,000 nodes: up after {rounds} rounds, and down, in {took_s:.1f} s")
     assert took_s < 30
