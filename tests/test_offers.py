@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vast_rows
@@ -146,9 +146,11 @@ def test_a_sparse_offer_is_read():
     assert parse(vast_rows.offer(sparse=True)).place == ""
 
 
+CASES = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([]), st.just({}))
 
 
+@CASES
 @given(st.dictionaries(st.sampled_from([*vast_rows.OFFER, "machine_id", "dph_total"]), ANYTHING, max_size=12), st.booleans())
 def test_no_value_of_an_offer_ends_in_an_exception(changes, bidding):
     asked = cluster({"name": "H100", "min_vram_gb": 8}, {"max_price_per_hour": 1.0}, {"max_hours": 1}, bid=0.5 if bidding else None)
@@ -157,6 +159,7 @@ def test_no_value_of_an_offer_ends_in_an_exception(changes, bidding):
     assert all(price_of(offer, asked) is not None for offer in choice.fitting) and (choice.fitting or why_none(choice))
 
 
+@CASES
 @given(ANYTHING)
 def test_a_number_is_finite_or_none(value):
     assert offers.number(value) is None or math.isfinite(offers.number(value))
