@@ -307,7 +307,11 @@ class Connection:
             self.most_lanes = max(self.most_lanes, bundle.lanes + 1)
             return lane, lane.close, HEAD.pack(bundle_id, number)
 
-        growth = Growth(self._most, self._known) if self._again is not None and self._most > 1 else None
+        growth = None
+        if self._again is not None and self._most > 1 and self._known is not None:
+            growth, quiet_s = Growth(self._most, self._known), self.rtt_s()
+            if quiet_s is not None:           # in whole milliseconds: 0 is a near network's
+                self._known.rtt_s = min(self._known.rtt_s, quiet_s)
         bundle = Bundle(self.broken, self.usual_rtt_s, dial, growth, dial_near if self.near is not None else None)
         bundle.add(0, _Lane(bi), head=HEAD.pack(bundle_id, 0))
         self._opened.add(bundle)
@@ -451,6 +455,8 @@ class Link:
         tried = ", ".join(addresses) or relay_url or "no address"
         connections = self._loop.call(connect(), timeout_s, f"connecting to {name} over UDP ({tried})")
         known = self._known.setdefault(peer_id, Known())
+        if addresses and all(one.startswith(("127.", "[::1]:")) for one in addresses):
+            known.rtt_s = 0.0                                   # this machine: however busy it is, more lanes help nobody
         return [Connection(self._loop, connection, alpn, name, lambda alpn=alpn: self._endpoint.connect(address, alpn), self._most, known)
                 for connection, alpn in zip(connections, alpns)]
 

@@ -664,6 +664,22 @@ def test_a_transfer_over_real_connections_is_the_same_over_one_and_over_several(
     client.close()
 
 
+@pytest.mark.parametrize("quiet_s, here", [(0.05, True), (0.0, False)], ids=["this machine", "near"])
+def test_what_was_near_while_all_was_quiet_keeps_one_lane_however_long_its_round_trips_are_when_all_is_busy(peer, quiet_s, here, monkeypatch):
+    """Of less than a millisecond iroh says that it is none: that was taken for not known, and a busy machine got 64 connections to itself."""
+    trips, looks, look = itertools.chain([quiet_s], itertools.repeat(0.05)), [], Growth.look
+    monkeypatch.setattr(lanes, "TICK_S", 0.02)
+    monkeypatch.setattr(Growth, "look", lambda self, *said: (looks.append(said), look(self, *said))[1])
+    client = Link(os.urandom(32), "127.0.0.1:0")
+    connection = client.dial(peer.id, [f"127.0.0.1:{peer.port()}"], TRANSFER_ALPN, 10)
+    if not here:
+        connection._known.rtt_s = float("inf")
+    monkeypatch.setattr(type(connection), "rtt_s", lambda self: next(trips))
+    assert exchange(connection.open(10), os.urandom(20 << 20), lambda: sum(busy for _, busy, _, _ in looks) > 8)
+    assert connection.most_lanes == 1
+    client.close()
+
+
 @pytest.fixture
 def door(peer, tmp_path):
     """The same node's socket."""
