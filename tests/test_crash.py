@@ -48,12 +48,15 @@ class Cell:
         with open(folder / "big", "wb") as stream:
             stream.truncate(BIG if point in ("push", "collect") else 1000)
             stream.seek(0)
-            stream.write(os.urandom(1 << 20) if point == "push" else b"x")     # or the node would have it from an earlier cell
+            stream.write(os.urandom(BIG) if point == "push" else b"x")        # or the node would have it from an earlier cell
         self.process = here.start(job, *(["--wait"] if self.holder else []), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.run = eventually(lambda: next(iter(here.runs.glob("crash-*")), None))
         self.run_id = self.run.name
         self.there = here.node_dir / "runs" / self.run_id
-        eventually(self.reached, 30)
+        eventually(self.reached, 60)
+        if point == "push":                   # it goes on once something was killed: a quick machine would be at the job by then
+            self.process.send_signal(signal.SIGSTOP)
+            assert not self.state()["supervised"]
 
     def until_go(self, text: str) -> str:
         return f"{text}; while [ ! -e '{self.go}' ]; do sleep 0.02; done"
@@ -122,9 +125,10 @@ class Cell:
         """Lets a job that lives go on, and the next command pick the run up if gpurun is gone; the exit code."""
         if goes_on:
             self.go.touch()
+        self.process.send_signal(signal.SIGCONT)
         if self.process.poll() is None:
-            return self.process.wait(60)
-        return self.here.gpurun("attach", self.run_id, timeout=60).returncode
+            return self.process.wait(120)
+        return self.here.gpurun("attach", self.run_id).returncode
 
     def check(self, code: int, reason: str, lines: str, outputs: dict[str, str]) -> None:
         assert self.end(code == CODE) == code
@@ -245,7 +249,7 @@ main()
 
 def test_outputs_that_are_home_end_the_run_though_the_connection_they_came_over_died_before_our_word_for_it(warm):
     job = warm.job("echo some > o; exit 7", name="deaf", outputs=["o"])
-    done = subprocess.run([sys.executable, "-c", DEAF, str(job)], cwd=warm.work, env=warm.env, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", DEAF, str(job)], cwd=warm.work, env=warm.env, capture_output=True, timeout=120)
     assert done.returncode == 7 and warm.record()["fsm"]["collected"] and (warm.latest / "outputs/o").read_text() == "some\n", done.stderr
 
 
@@ -261,7 +265,7 @@ def test_a_gpurun_that_is_killed_at_any_of_its_steps_is_gone_on_with(warm, modul
     for step in range(1, 100):
         known = set(warm.runs.glob("steps-*"))
         argv = [sys.executable, "-c", script, str(step), str(job)]
-        done = subprocess.run(argv, cwd=warm.work, env=warm.env, capture_output=True, timeout=60)
+        done = subprocess.run(argv, cwd=warm.work, env=warm.env, capture_output=True, timeout=120)
         if done.returncode != -signal.SIGKILL:
             assert done.returncode == CODE and step > 4, done.stderr
             return
@@ -269,7 +273,7 @@ def test_a_gpurun_that_is_killed_at_any_of_its_steps_is_gone_on_with(warm, modul
         if run is None:
             continue                          # nothing was promised yet
         before_node = not json.loads((run / "run.json").read_text())["node"].get("agent_id")
-        code = warm.gpurun("attach", run.name, timeout=60).returncode
+        code = warm.gpurun("attach", run.name).returncode
         record = json.loads((run / "run.json").read_text())
         told = (step, record["reason"])
         if code == 125 and (before_node or "never came to" in record["reason"]):

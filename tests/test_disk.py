@@ -6,9 +6,11 @@ The disks are small tmpfs. They are filled by making them as small as what is on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any, Iterator
@@ -154,7 +156,7 @@ def test_a_disk_that_fills_while_the_run_is_on_its_node_costs_it_nothing(laptop,
     out, err = process.communicate(timeout=60)
     text = err.decode()
     if holder is not None:
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=60)
     run_id = here.latest.name
     assert process.returncode == (code or 125), text             # the job's own, or why a run whose job exited 0 isn't whole
     assert out.decode() == COUNTED                               # what can't be kept is shown all the same
@@ -212,7 +214,7 @@ def test_a_gpurun_that_ends_while_its_disk_is_full_leaves_a_run_that_can_be_pick
     else:
         done = here.gpurun("stop", "latest", *laptop.options)
         assert done.returncode == 0, done.stderr.decode()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         assert process.returncode == 130
     run_id = here.latest.name
     eventually(laptop.node("run.exit").exists)
@@ -249,6 +251,14 @@ class OnNode:
         with open(job.parent / "data", "wb") as stream:
             stream.truncate(size)
         return job
+
+    def on_its_way(self) -> int:
+        """Bytes of what is being pushed and isn't whole yet."""
+        found = 0
+        for path in (self.folder / "cache/incoming").iterdir():
+            with contextlib.suppress(FileNotFoundError):           # it is whole now
+                found += path.stat().st_size
+        return found
 
     def refused(self, *args: Any) -> str:
         """The error of a command that ends because there is no room; nothing of it ran."""
@@ -297,9 +307,13 @@ def test_a_workspace_without_room_is_refused_before_it_is_sent_or_in_the_middle(
     on_node.disk.full((70 << 20) // PAGE)                          # what is kept free for logs and records isn't there for it
     assert "no room for the workspace" in on_node.refused(job) and on_node.here.record()["bytes"]["pushed"] == 0
     on_node.disk.has_room()
+    (job.parent / "data").write_bytes(os.urandom(60 << 20))
     process = on_node.here.start(job)
-    eventually(lambda: any(path.stat().st_size > 1 << 20 for path in (on_node.folder / "cache/incoming").iterdir()))
-    on_node.disk.full((16 << 20) // PAGE)                          # it grows meanwhile, up to here
+    eventually(lambda: on_node.on_its_way() > 1 << 20)
+    process.send_signal(signal.SIGSTOP)                            # a quick machine would have all of it there before the disk is full
+    on_node.disk.full((16 << 20) // PAGE)
+    assert on_node.on_its_way() < 40 << 20
+    process.send_signal(signal.SIGCONT)
     err = process.communicate(timeout=60)[1].decode()
     assert process.returncode == 125 and str(on_node.folder) in err and "are free and" in err and "still needed" in err, err
     on_node.check_works_again()

@@ -155,6 +155,7 @@ def test_fetch_goes_on_after_the_loss_of_the_agent(here):
     eventually(lambda: on_node(here, run_id, "run.out") == "up\n")
     run = Running(here, "fetch", run_id, "big")
     eventually(lambda: any(path.stat().st_size > 20 << 20 for path in (here.runs / run_id).glob(".incoming*/*")))
+    assert run.process.poll() is None
     os.kill(here.agent()["pid"], signal.SIGKILL)
     run.process.wait(60)
     assert run.end() == 0 and "connecting again" in run.err and (here.runs / run_id / "outputs/big").stat().st_size == 500 << 20
