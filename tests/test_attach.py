@@ -171,7 +171,7 @@ def test_attach_to_a_settled_run_brings_the_end_of_its_logs_if_that_is_not_here(
 def test_twenty_submits_side_by_side_all_land_once(warm):
     path = warm.job("echo $GPURUN_RUN_ID >> $HOME/landed; exit 0", name="twenty")
     processes = [warm.start("submit", path) for _ in range(20)]
-    ids = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
+    ids = [process.communicate(timeout=120)[0].decode().strip() for process in processes]
     assert len(set(ids)) == 20 and all(process.returncode == 0 for process in processes)
     done = warm.gpurun("wait", *ids)
     assert done.returncode == 0 and sorted((warm.home / "landed").read_text().split()) == sorted(ids)
