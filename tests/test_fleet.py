@@ -377,7 +377,7 @@ def test_a_list_that_comes_late_proves_nothing_of_what_was_after_it_was_asked_fo
     world.store.clock = lambda: time.time() + late_s
     world.provider.times = {**Memory.times, "confirm_s": 30.0}
     world.provider.do.update(destroy=lambda number: gone.append(world.provider.rows.pop(number)), look=look)
-    assert world.fleet().down() == []
+    assert world.fleet().down([one.label]) == []
     assert world.ended() and world.provider.called.count(f"destroy {one.id}") == 2
 
 
