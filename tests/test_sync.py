@@ -147,7 +147,7 @@ def test_a_job_that_changes_its_workdir_changes_no_other_run(warm, ws):
 
 def test_a_file_that_changes_while_it_is_read_is_named_and_nothing_runs(warm, ws):
     with open(ws / "busy.log", "wb") as stream:
-        stream.truncate(64 << 20)
+        stream.truncate(256 << 20)                # so that whoever writes it has his turn while it is read, on a busy machine too
     stop = threading.Event()
 
     def scribble():
