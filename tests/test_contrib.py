@@ -55,7 +55,10 @@ def packages_can_be_had(env: dict[str, str], requirement: str) -> str:
     """"" when pip could install this, else why not. Nothing is downloaded but an index page and metadata."""
     argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1",
             "--ignore-installed", "--only-binary", ":all:", requirement]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "pip has no answer after two minutes"
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
 

@@ -14,7 +14,7 @@ from conftest import eventually
 from running import Running, gone
 from test_attach import go, nothing_goes_on, on_node, submit, until   # noqa: F401 (a fixture)
 
-from gpurun import asyncjobs, external
+from gpurun import asyncjobs, external, supervise
 from gpurun.external import Own, Plan
 
 pytestmark = pytest.mark.usefixtures(nothing_goes_on.__name__)
@@ -52,8 +52,12 @@ class Jobs:
         self.ended(run_id)
         return run_id
 
-    def ended(self, run_id):
-        eventually((self.here.node_dir / "runs" / run_id / "run.exit").exists)
+    def ended(self, run_id, agent=True):
+        """Until its process is over, and the agent has heard of it if there is one."""
+        folder = self.here.node_dir / "runs" / run_id
+        eventually((folder / "run.exit").exists, 60)
+        if agent:
+            eventually(lambda: json.loads((folder / "state.json").read_text())["over"])
 
     def manifest(self, job_id):
         return json.loads((self.folder / f"{job_id}.json").read_text())
@@ -149,7 +153,7 @@ def test_poll_finds_out_how_a_job_ended_whose_agent_was_killed(here):
     assert project.poll(run_id)[0]["manifest_status"] == "running"    # asked of a new one
     os.kill(here.agent()["pid"], signal.SIGKILL)
     go(here, "killed")
-    project.ended(run_id)
+    project.ended(run_id, agent=False)
     assert project.poll(run_id)[0]["terminal_details"] == {"reason": "exited 4", "exit_code": 4}
     agent = here.agent()
     os.kill(agent["pid"], signal.SIGKILL)
@@ -443,7 +447,7 @@ def test_a_verification_that_is_ended_ends_whole_and_keeps_no_result(project, nu
         time.sleep(0.2)
     assert run.end() == 130
     child = int((project.root / "child").read_text())
-    eventually(lambda: not os.path.exists(f"/proc/{child}") or b"Z" in open(f"/proc/{child}/stat", "rb").read())
+    eventually(lambda: not supervise.start_time(child))
     assert "verification" not in project.manifest(run_id)
 
 
@@ -501,7 +505,7 @@ def test_on_a_terminal_that_hangs_up_nothing_is_run(project):
     run_id = project.ended_job("echo 1 > out.txt", "hangup", verify="touch ran")
     with on_terminal(project, run_id) as terminal:
         terminal.close()
-        terminal.process.wait(20)
+        terminal.process.wait(60)
     assert not (project.root / "ran").exists()
 
 
@@ -572,7 +576,7 @@ def test_gpurun_submit_that_is_killed_leaves_a_plan_that_is_free_or_has_its_one_
         record = json.loads((runs[0] / "run.json").read_text()) if runs and (runs[0] / "run.json").exists() else {}
         return process.poll() is not None or {"trace": bool(traces(project)), "named": bool(record.get("node", {}).get("name")),
                                               "there": bool(runs) and (warm.node_dir / "runs" / runs[0].name).exists(), "late": bool(record.get("detached"))}[point]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not reached() and time.monotonic() < deadline:
         time.sleep(0.001)
     process.kill()
@@ -589,13 +593,13 @@ def test_gpurun_submit_that_is_killed_leaves_a_plan_that_is_free_or_has_its_one_
         project.gpurun("wait", run_id)
     assert (warm.work / f"ran-{point}").read_text() == "up\n"
     assert [row["manifest_status"] for row in project.poll("--all")] == ["completed-unverified"]
-    assert gone(run_ids[0])
+    eventually(lambda: gone(run_ids[0]))
 
 
 def test_of_several_gpurun_submit_at_once_for_one_plan_one_submits(project, warm):
     path = warm.job(f"echo up >> {warm.work}/ran-at-once; echo 1 > out.txt", name="at-once", outputs=["out.txt"])
     started = [project.start("submit", path, "--plan", "8", "--phase", "8", "--verify", "true", "--json") for _ in range(4)]
-    ended = [(process.communicate(timeout=60), process.returncode) for process in started]
+    ended = [(process.communicate(timeout=120), process.returncode) for process in started]
     assert sorted(code for _, code in ended) == [0, 2, 2, 2], ended
     assert all(b"plan 8" in err + out and b"Traceback" not in err for (out, err), code in ended if code)
     runs = list(warm.runs.glob("at-once-*"))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from renter import renter  # noqa: F401
 
-from gpurun import preflight
+from gpurun import preflight, supervise
 
 GCC = shutil.which("gcc") or shutil.which("cc")
 PYTHONS = os.environ.get("GPURUN_TEST_PYTHONS", sys.executable).split(os.pathsep)
@@ -80,7 +80,7 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(tmp_path_factory.mktemp("cuda") / "lib")
 
 
-def ask(folder: Path | None, fake: str = "", wanted: int = 1, bound_s: float = 10.0, traces: Path = Path("/nowhere"),
+def ask(folder: Path | None, fake: str = "", wanted: int = 1, bound_s: float = 30.0, traces: Path = Path("/nowhere"),
         python: str = sys.executable, environ: bytes | None = None) -> preflight.Verdict:
     """What gpurun makes of a machine with that driver. `traces`: a root with what a container shows of its GPUs, instead of this machine's."""
     script = preflight.SCRIPT
@@ -205,7 +205,7 @@ def test_a_host_whose_gpu_cant_be_used_is_left_for_the_next_and_avoided(renter, 
     assert "its GPU" not in renter.said("up")[1]
     for pid, line in one.machine.processes().items():
         if " serve " in line:
-            os.kill(pid, signal.SIGKILL)                # a run may be at work with the GPU, and have all its memory
+            supervise.send(pid, signal.SIGKILL)         # a run may be at work with the GPU, and have all its memory
     code, said = renter.said("up")
     assert code == 0 and "connecting over SSH" in said and "its GPU" not in said and renter.server.alive() == [one]
     assert renter.gpurun("down").returncode == 0

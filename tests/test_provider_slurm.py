@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -162,10 +161,9 @@ def test_doctor_says_that_the_controller_is_down_and_asks_nothing_that_would_wai
     slurm.here(here)
     slurm.cluster_file(here)
     with slurm.stop_controller():
-        began = time.monotonic()
         said = diagnosis(here, 125)
         assert said["Slurm controller"][0] is False and "is DOWN: jobs go on meanwhile" in said["Slurm controller"][1]
-        assert time.monotonic() - began < 8 and "Slurm accounting" not in said and slurm.calls("sacct") == []
+        assert "Slurm accounting" not in said and slurm.calls("sacct") == [] and [one for one in slurm.calls("scontrol") if one != ["ping"]] == []
 
 
 def test_without_the_database_accounting_is_a_remark(here, slurm):
@@ -200,11 +198,11 @@ def test_a_slurm_that_only_the_operators_own_environment_names_is_found_too(here
 def test_commands_of_slurm_that_hang_are_given_up_and_ended(here, slurm, monkeypatch, tmp_path):
     shims = slurm.here(here)
     shims.shim("scontrol", f"echo $$ > {tmp_path}/pid; sleep 600")
-    monkeypatch.setattr(doctor, "SLURM_S", 1.5)
+    monkeypatch.setattr(doctor, "SLURM_S", 6.0)     # in which a login shell comes to scontrol on any machine
     monkeypatch.setenv("HOME", str(here.home))
     node, = provider.nodes(HERE)
     found, = doctor._slurm(node, HERE.slurm)
-    assert found["ok"] is False and "did not answer within 1.5 s" in found["text"]
+    assert found["ok"] is False and "did not answer within 6 s" in found["text"]
     eventually(lambda: supervise.start_time(int((tmp_path / "pid").read_text())) == "")
 
 

@@ -10,7 +10,7 @@ import tracemalloc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from watched import PATTERN, SILENCE, clock, job, said, unreadable  # noqa: F401
+from watched import PATTERN, SILENCE, bounds, clock, job, said, unreadable  # noqa: F401
 
 from gpurun import watch
 from gpurun.budgets import GO_ON, STOP, Budget
@@ -220,7 +220,7 @@ def test_a_look_at_a_log_of_many_short_lines_ends_soon(job, clock):
 
 
 @pytest.mark.parametrize("line", [b"x" * (1 << 20), (b"x" * 60_000 + b"\n") * 16, (b"x" * 4000 + b"\n") * 250])
-def test_a_pattern_that_begins_with_anything_does_not_hold_up_a_look(job, line):
+def test_a_pattern_that_begins_with_anything_does_not_hold_up_a_look(job, bounds, line):
     """On lines of any length, none of which matches. The whole of them would take minutes."""
     job.watch(Budget(abort_pattern="(?i).*error"))
     job.write(line)

@@ -60,8 +60,17 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, request, monkeypatch):
+    """What a look may cost is a matter of the tests with `clock` or `bounds`: else on a busy machine one look might leave the rest to the next."""
+    if not {"clock", "bounds"} & set(request.fixturenames):
+        monkeypatch.setattr(watch, "MOST_S", 600.0)
+        monkeypatch.setattr(watch, "READ_S", 600.0)
     return Job(tmp_path)
+
+
+@pytest.fixture
+def bounds():
+    """A look has the bounds of every day, on the real clock."""
 
 
 def said(decision):
