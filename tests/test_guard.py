@@ -319,11 +319,11 @@ def begun(node: Any, operator: Any, known: dict[str, Any], run_id: str) -> Any:
 
 
 def test_a_machine_that_nobody_uses_ends_itself_and_takes_no_more_runs(node, operator, api, rented):
-    known = node.up(operator, idle_exit_s=1.5)
-    talk = operator.talk(known, Hello(), arm(api, idle_s=2.0))
+    known = node.up(operator, idle_exit_s=4.0)
+    talk = operator.talk(known, Hello(), arm(api, idle_s=5.0))
     assert talk.hear(NodeReady).facts["guard"] == {}
-    assert talk.hear(Armed) == Armed(able=True, reason="", end_in_s=0.0, idle_s=2.0)
-    deadline = time.monotonic() + 4.0                        # twice as long: who only looks is there
+    assert talk.hear(Armed) == Armed(able=True, reason="", end_in_s=0.0, idle_s=5.0)
+    deadline = time.monotonic() + 7.0                        # longer than that: who only looks is there
     while time.monotonic() < deadline:
         talk.say(Ping(1))
         assert talk.hear(Pong)
@@ -331,9 +331,9 @@ def test_a_machine_that_nobody_uses_ends_itself_and_takes_no_more_runs(node, ope
     talk.close()
     assert api.wait() == ["DELETE"]
     again = operator.talk(known, Hello(run_id="late", claim=True))
-    assert "is being ended and takes no more runs: nothing has run on it and no operator has been there for 2 s" in again.hear(Refused).reason
+    assert "is being ended and takes no more runs: nothing has run on it and no operator has been there for 5 s" in again.hear(Refused).reason
     facts = operator.talk(known, Hello()).hear(NodeReady).facts
-    assert facts["guard"]["able"] and "nothing has run" in facts["guard"]["ending"] and facts["guard"]["idle_s"] == 2.0
+    assert facts["guard"]["able"] and "nothing has run" in facts["guard"]["ending"] and facts["guard"]["idle_s"] == 5.0
     assert KEY not in node.log() and "the provider ends this machine" in node.log()
 
 
@@ -379,10 +379,10 @@ def test_at_its_limit_without_an_operator_the_job_is_stopped_its_log_is_whole_an
 def test_at_its_limit_an_operator_that_is_there_has_time_to_end_it_itself_and_not_for_ever(node, operator, api, rented, tmp_path):
     known = node.up(operator, package=changed_package(tmp_path, guard=[("^COLLECT_GRACE_S = 600.0", "COLLECT_GRACE_S = 1.5")]))
     talk = begun(node, operator, known, "r")
+    started = time.monotonic()
     talk.say(arm(api, end_in_s=0.3))
     assert talk.hear(Armed)
-    started = time.monotonic()
-    assert talk.hear(JobExited).stopped and time.monotonic() - started > 1.4
+    assert talk.hear(JobExited).stopped and time.monotonic() - started > 1.7
     assert api.wait() == ["DELETE"]
     assert operator.talk(known, Hello()).hear(NodeReady).facts["guard"]["end_in_s"] < -1.5
 
@@ -399,16 +399,16 @@ def test_an_operator_that_leaves_after_the_limit_ends_the_wait(node, operator, a
 def test_the_limit_outlives_an_agent_that_is_killed(node, operator, api, rented):
     known = node.up(operator)
     talk = begun(node, operator, known, "r")
-    talk.say(arm(api, end_in_s=2.0))
+    talk.say(arm(api, end_in_s=9.0))                         # in which another agent has to come
     assert talk.hear(Armed)
     node.end(known)
     again = node.up(operator)
     assert api.asked == []
     look = operator.talk(again, Hello())
     left = look.hear(NodeReady).facts["guard"]
-    assert left["end_in_s"] < 1.99 and left["why"] == "max_hours 8" and left["able"]
+    assert left["end_in_s"] < 8.99 and left["why"] == "max_hours 8" and left["able"]
     look.close()
-    assert api.wait() == ["DELETE"]
+    assert api.wait(timeout_s=60) == ["DELETE"]
     assert operator.talk(again, Hello(run_id="r")).hear(JobExited).stopped
 
 
@@ -468,7 +468,9 @@ def test_the_key_of_the_container_is_in_no_file_log_message_or_command_line(node
     assert api.wait(2) == ["DELETE", "DELETE"]
     eventually(lambda: "the provider ends this machine" in node.log())
     assert KEY not in json.dumps(operator.talk(known, Hello()).hear(NodeReady).facts)
-    found += [str(file) for file in node.folder.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
+    for file in node.folder.rglob("*"):
+        with contextlib.suppress(OSError):                   # a folder, or a file that the agent has just put in another's place
+            found += [str(file)] if KEY.encode() in file.read_bytes() else []
     assert found == [] and "(the key)" in node.log()
 
 

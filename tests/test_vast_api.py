@@ -179,7 +179,7 @@ def test_a_listing_has_all_pages_and_counts_those_of_others(api, server):
 
 
 def test_a_long_list_is_asked_for_at_the_services_pace_and_each_page_has_the_patience(api, server, monkeypatch):
-    pages, asked = 12, []
+    pages, asked = 20, []
 
     def page(request):
         asked.append(request.query.get("after_token"))
@@ -189,11 +189,11 @@ def test_a_long_list_is_asked_for_at_the_services_pace_and_each_page_has_the_pat
         return 200, {"instances": [{"id": number, "label": f"gpurun-{number}"}], "total_instances": pages, "next_token": str(number) if number < pages else None}
 
     server.hook = page
-    monkeypatch.setattr(vast_api, "PAGE_S", 0.03)
-    monkeypatch.setattr(vast_api, "BACKOFF_S", {"slow down": (0.1,)})
+    monkeypatch.setattr(vast_api, "PAGE_S", 0.05)
+    monkeypatch.setattr(vast_api, "BACKOFF_S", {"slow down": (0.2,)})
     begun = time.monotonic()
-    assert len(api.rows("gpurun-", patience_s=0.5)) == pages and len(asked) == 2 * pages
-    assert time.monotonic() - begun > (pages - 1) * 0.03 + pages * 0.1   # twice the patience and more
+    assert len(api.rows("gpurun-", patience_s=2.4)) == pages and len(asked) == 2 * pages
+    assert time.monotonic() - begun > (pages - 1) * 0.05 + pages * 0.2   # twice the patience and more
 
     monkeypatch.setattr(vast_api, "PAGE_S", 3600)                        # who has few machines waits for nothing
     server.hook = lambda request: (200, {"instances": [{"id": 1, "label": "gpurun-1"}]})
@@ -237,11 +237,11 @@ def test_a_key_is_attached_and_a_teams_account_says_what_to_do(api, server):
 def test_logs_come_when_they_are_ready_without_the_key_and_never_as_an_error(api, server):
     server.script(logs="one\nbad ownership\n" + KEY, logs_after=1)
     machine = rent(api, server)
-    assert api.logs(machine, 5) == "one\nbad ownership\n…"
+    assert api.logs(machine, 60) == "one\nbad ownership\n…"
     assert server.calls("object")[-1].bearer == "none"
     begun = time.monotonic()
     server.fault("object", "404_not_found", times=1000)
-    assert api.logs(machine, 0.2) == "" and time.monotonic() - begun < 2
+    assert api.logs(machine, 0.2) == "" and time.monotonic() - begun < 15
     for kind in ("401", "502", "dropped", "success_false", "empty200"):
         server.fault("logs", kind)
         assert api.logs(machine, 0.2) == ""
@@ -297,9 +297,11 @@ def test_bad_arguments_and_a_request_too_many_made_nothing(api, server):
 @pytest.mark.parametrize("kind, made", [("lost_answer", 1), ("dropped", 0), ("truncated", 1), ("html200", 1), ("empty200", 1), ("success_false", 0), ("500", 0),
                                         ("500_json", 0), ("502", 0), ("503", 0), ("504", 0), ("queued", 0), ("stall", 1), ("hang", 0)])
 def test_a_create_whose_answer_is_no_clear_refusal_is_unclear_and_never_sent_again(api, server, kind, made):
-    api._vast.client.timeout = 0.3
-    server.fault("create", kind)
+    patience_s, api._vast.client.timeout = api._vast.client.timeout, 1.0 if kind in ("hang", "stall") else 60.0
+    fault = server.fault("create", kind)
     text = error_of(UnclearError, rent, api, server)
+    server.wait_for(lambda _: fault.hits and len(server.instances) == made)      # it may have been heard only now
+    api._vast.client.timeout = patience_s
     assert "label" in text and len(server.calls("create")) == 1 and len(server.instances) == made
     assert [row.label for row in api.rows("gpurun-")] == [LABEL] * made
 
@@ -427,8 +429,8 @@ def test_destroying_is_asked_for_until_it_is_taken(api, server, kind):
                                          ("401", AccountError), ("403", AccountError), ("bad_id", ProviderError)])
 def test_a_destroy_that_was_not_taken_is_an_error(api, server, kind, error):
     machine = rent(api, server)
-    server.fault("destroy", kind, times=1000)
-    text = error_of(error, api.destroy, machine, patience_s=0.05)
+    server.fault("destroy", kind, times=10 ** 6)
+    text = error_of(error, api.destroy, machine, patience_s=1.0)
     assert machine in text and server.alive()
     assert (len(server.calls("destroy")) > 1) == (error is TemporaryError)
 
@@ -437,7 +439,7 @@ def test_retry_after_is_obeyed_up_to_the_patience(api, server):
     server.hook = lambda request: Answer(429, {"detail": "slow"}, {"Retry-After": "0.3"}) if len(server.requests) < 2 else None
     begun = time.monotonic()
     api.account()
-    assert 0.3 <= time.monotonic() - begun < 3 and len(server.requests) == 2
+    assert 0.3 <= time.monotonic() - begun < 15 and len(server.requests) == 2
     server.hook = lambda request: (429, {"error": "rate_limit_exceeded", "retry_after": 61})
     error_of(TemporaryError, api.account, patience_s=30)
     assert len(server.requests) == 3
