@@ -191,8 +191,8 @@ class Reading:
         """The same, and what comes until the run has ended."""
         driven = self._folder.driver() is not None
         if driven:
-            follow_local(self._folder, self._some, lambda: self._over() or self._folder.driver() is None, tail)
-            self._at = {name: Logs(self._folder).kept[name] for name in self._names}   # a tail's pieces don't say where they are
+            at = follow_local(self._folder, self._some, lambda: self._over() or self._folder.driver() is None, tail)
+            self._at = {name: at.get(name, 0) for name in self._names}   # a tail's pieces don't say where they are; and a new driver may write already
         elif tail is None or not self._node_has_more(self._folder.load()):
             self.read(tail)
         record = self._folder.load()

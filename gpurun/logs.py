@@ -72,9 +72,9 @@ class Logs:
         self._fds = {}
 
 
-def follow_local(folder: RunFolder, take: Take, ended: Callable[[], bool], tail: int | None = None) -> None:
+def follow_local(folder: RunFolder, take: Take, ended: Callable[[], bool], tail: int | None = None) -> dict[str, int]:
     """Gives `take(log, bytes)` what another process writes to the logs, until `ended()` says that it is done, and what is there then.
-    From the beginning on, or with `tail` from the last so many lines of each log that there is now."""
+    From the beginning on, or with `tail` from the last so many lines of each log that there is now. Returns how far each was read."""
     fds: dict[str, int] = {}
     at: dict[str, int] = {}
     first, pause = True, PAUSE_S
@@ -93,7 +93,7 @@ def follow_local(folder: RunFolder, take: Take, ended: Callable[[], bool], tail:
                 moved = moved or end > at[name]
                 at[name] = end
             if last_round:
-                return
+                return at
             first, pause = False, PAUSE_S if moved else min(pause + PAUSE_S, LONGEST_PAUSE_S)
             time.sleep(pause)
     finally:

@@ -244,5 +244,5 @@ def test_following_here_begins_at_the_last_lines_and_has_all_of_a_log_that_began
                 stream.write(b"e1\ne2\n")
         return len(asked) == 3
 
-    follow_local(folder, take, ended, tail)
+    assert follow_local(folder, take, ended, tail) == {"run.out": 8, "run.err": 6}
     assert got == {"run.out": begins + b"4\n", "run.err": b"e1\ne2\n"}
