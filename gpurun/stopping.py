@@ -106,6 +106,9 @@ def never_given(folder: RunFolder, record: Record, reason: str, exit_code: int, 
 
 def _end_driver(folder: RunFolder, screen: Screen) -> None:
     """What Ctrl-C in its terminal would do."""
+    deadline = time.monotonic() + CLOSE_S
+    while folder.driver() == 0 and time.monotonic() < deadline:   # it has just taken the lock and not yet said who it is
+        time.sleep(0.01)
     pid = folder.driver()
     if pid:
         screen.say(f"the node doesn't have it yet: the gpurun that waits with it (process {pid}) is told to stop")

@@ -17,6 +17,9 @@ from conftest import eventually, toml
 from running import BOUND_S, Running, gone, nothing_goes_on
 
 from gpurun import supervise
+from gpurun.records import RunFolder
+from gpurun.screen import Screen
+from gpurun.stopping import stop_run
 
 pytestmark = pytest.mark.usefixtures(nothing_goes_on.__name__)
 
@@ -310,6 +313,27 @@ def test_stop_of_a_run_that_no_node_got_closes_its_record(warm):
     run.signal(signal.SIGKILL).process.wait(10)
     done = warm.gpurun("stop", "latest")
     assert done.returncode == 0 and b"never given to a node" in done.stderr and warm.record()["state"] == "FAILED"
+
+
+def test_stop_of_a_run_that_another_gpurun_has_just_begun_to_drive_ends_that_one(tmp_path):
+    """It has the lock already and hasn't written yet who it is."""
+    folder, _ = RunFolder.create(str(tmp_path), "begun")
+    code = ("import fcntl, os, sys; fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); fcntl.flock(fd, fcntl.LOCK_EX); print(flush=True)\n"
+            "sys.stdin.readline(); os.write(fd, b'%d\\n' % os.getpid()); sys.stdin.read()")
+    driver = subprocess.Popen([sys.executable, "-c", code, folder.lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    driver.stdout.readline()
+    assert folder.driver() == 0
+    stop = threading.Thread(target=stop_run, args=(RunFolder(folder.path), None, Screen("quiet"), "me"), daemon=True)
+    stop.start()
+    driver.stdin.write(b"\n")
+    driver.stdin.flush()
+    try:
+        assert driver.wait(BOUND_S) == -signal.SIGTERM
+        stop.join(BOUND_S)
+        assert not stop.is_alive()
+    finally:
+        driver.kill()
+        driver.communicate()
 
 
 def test_stop_of_an_ended_run_says_so(warm):
