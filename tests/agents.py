@@ -29,7 +29,7 @@ def end_agents(folder: Path) -> None:
         for run in (endpoint.parent.parent / "runs").iterdir() if (endpoint.parent.parent / "runs").is_dir() else ():
             below |= {pid for pid in supervise.of_run(run.name) if works_in(pid, run)}
         if supervise.start_time(known["pid"]) == known["start"]:
-            os.kill(known["pid"], signal.SIGKILL)
+            supervise.send(known["pid"], signal.SIGKILL)
         elsewhere = os.path.dirname(known.get("socket") or "")
         if elsewhere.startswith("/tmp/gpurun-"):             # of a node folder with a long name
             shutil.rmtree(elsewhere, ignore_errors=True)
