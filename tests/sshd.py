@@ -47,9 +47,9 @@ def keygen(path: Path, *options: str) -> Path:
     return path
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+def free_port(kind: int = socket.SOCK_STREAM) -> int:
+    with socket.socket(type=kind) as sock:
+        sock.bind(("127.0.0.1" if kind == socket.SOCK_STREAM else "0.0.0.0", 0))
         return int(sock.getsockname()[1])
 
 
@@ -58,6 +58,7 @@ class Sshd:
         """`options`: lines for sshd_config that win over ours. No sftp subsystem: gpurun must not need one. Where `own_home_possible`:
         sessions don't have the programs in `hidden`, and have ~/.pyenv, where test machines keep their Pythons."""
         self.folder, self.options, self.port, self.hidden = Path(folder), options, port or free_port(), hidden
+        self._fixed = bool(port)
         self.user = getpass.getuser()
         self.home = self.folder / "home"
         self.key = self.folder / "client_key"
@@ -91,14 +92,18 @@ class Sshd:
         if os.getuid() == 0:
             os.makedirs("/run/sshd", mode=0o755, exist_ok=True)   # Debian's sshd wants it and makes it only as a service
         with open(self.log, "ab") as log:
+            began = log.tell()                                # an earlier server of this folder has left its words
             self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True)
-        for _ in range(200):
-            if self.process.poll() is None and "Server listening" in self.log.read_text(errors="replace"):
+        for _ in range(1200):
+            if self.process.poll() is None and b"Server listening" in self.log.read_bytes()[began:]:
                 return self
             if self.process.poll() is not None:
                 break
             time.sleep(0.025)
         self.close()
+        if not self._fixed and b"Address already in use" in self.log.read_bytes()[began:]:   # another process was quicker
+            self.port = free_port()
+            return self.__enter__()
         raise RuntimeError(f"sshd did not start:\n{self.log.read_text(errors='replace')}")
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +120,7 @@ class Sshd:
                 os.kill(pid, 15)
             except OSError:
                 pass
-        self.process.wait(10)
+        self.process.wait(60)
         self.process = None
 
     @property

@@ -102,27 +102,32 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Far]:
         yield Far(link)
 
 
+@pytest.fixture
+def long_way(far: Far) -> Iterator[None]:
+    """So long that a busy machine too has sent all of a flight before anything comes back."""
+    far.link.set(rtt="1s")
+    yield
+    far.link.set(rtt="50ms")
+
+
 @needs_a_network
 def test_the_first_use_of_a_host_is_one_ssh_connection_and_a_warm_run_none(far):
     assert far.first_logins == 1 and far.link.logins == 1
 
 
 @needs_a_network
-def test_a_warm_run_is_three_round_trips_and_one_of_a_workspace_that_changed_one_more_at_most(far):
+def test_a_warm_run_is_three_round_trips_and_one_of_a_workspace_that_changed_one_more_at_most(far, long_way):
     """The handshake, the plan with all that comes back for it, what was collected (contrib/bench/README.md); and nobody waits for the goodbye."""
-    far.link.set(rtt="500ms")
-    try:
-        assert far.cost(far.unchanging).counts["trips"] <= 3
-        (far.here.folder / "small/a").write_text("b")
-        assert far.cost(far.unchanging).counts["trips"] <= 4
-    finally:
-        far.link.set(rtt="50ms")
+    assert far.cost(far.unchanging).counts["trips"] <= 3
+    (far.here.folder / "small/a").write_text("b")
+    assert far.cost(far.unchanging).counts["trips"] <= 4
 
 
 @needs_a_network
-def test_a_tree_of_2000_files_that_did_not_change_costs_what_one_file_does(far):
+def test_a_tree_of_2000_files_that_did_not_change_costs_what_one_file_does(far, request):
     first = far.cost(far.job(far.noise))
     assert first.counts["hashed"] == FILES and FILES * KB < first.there < 1.25 * FILES * KB
+    request.getfixturevalue("long_way")
     again = far.cost(far.job(far.noise))
     assert again.counts["hashed"] == 0 and again.counts["wrote"] <= far.trivial.counts["wrote"]
     assert again.counts["read"] <= far.trivial.counts["read"] + KB
@@ -141,7 +146,9 @@ def test_a_tree_of_2000_files_that_did_not_change_costs_what_one_file_does(far):
 @needs_a_network
 def test_a_tree_of_text_goes_packed(far):
     size = sum(path.stat().st_size for path in far.text.rglob("f*") if path.is_file())
+    far.link.set(rate="30mbit")                                             # a busy machine packs faster than this, too
     cost = far.cost(far.job(far.text))
+    far.link.set(rate="100mbit")
     assert FILES * 100 < cost.there < size / 2
 
 
@@ -164,11 +171,13 @@ def test_what_is_here_is_not_fetched_again_neither_of_a_log_that_grew_nor_after_
             return max((path.stat().st_size for path in (here.runs / run_id).glob(".incoming-outputs/*")), default=0)
         return 0
 
+    far.link.set(rate="16mbit")                                             # the other half takes six seconds
     fetching = here.start("fetch", run_id, "big")
     eventually(lambda: parts() > 12 * MB, 60)
     fetching.send_signal(signal.SIGKILL)
     fetching.communicate()
     came = parts()
+    far.link.set(rate="100mbit")
     assert 12 * MB < came < big
     rest = far.cost("fetch", run_id, "big")
     assert (outputs / "big").read_bytes() == (work / "big").read_bytes()
@@ -190,11 +199,12 @@ def test_over_ssh_each_run_is_one_ssh_connection_and_so_is_each_node_that_status
         with ThreadPoolExecutor() as pool:
             done = list(pool.map(lambda args: here.gpurun(*args), [
                 ("--cluster", nodes[0], here.job("true", name="over")),
-                ("submit", "--cluster", nodes[1], here.job("sleep 600", name="sleeps-1"))]))
+                ("submit", "--cluster", nodes[1], here.job("touch up; sleep 600", name="sleeps-1"))]))
         assert [one.returncode for one in done] == [0, 0] and link.logins == logins + 2
         assert here.gpurun("--cluster", nodes[0], here.job("true", name="warm")).returncode == 0 and link.logins == logins + 3
-        assert here.gpurun("submit", "--cluster", nodes[0], here.job("sleep 600", name="sleeps-2")).returncode == 0
+        assert here.gpurun("submit", "--cluster", nodes[0], here.job("touch up; sleep 600", name="sleeps-2")).returncode == 0
         assert {json.loads(path.read_text())["path"] for path in here.runs.glob("*-*/run.json")} == {"ssh"} and link.logins == logins + 4
+        eventually(lambda: len(list(link.home.glob("*/runs/sleeps-*/work/up"))) == 2)
         said = here.gpurun("status", "--refresh").stdout.decode()
         assert said.count("run for") == 2 and link.logins <= logins + 6
     finally:
@@ -280,7 +290,7 @@ def rests(here: Here) -> bool:
 
 def test_after_20_runs_the_agent_has_the_threads_and_descriptors_that_it_had_after_3(here):
     make(here.work / "w")
-    (here.work / "w/in").write_bytes(os.urandom(40 * MB))
+    (here.work / "w/in").write_bytes(os.urandom(80 * MB))
     small = here.job("echo hi > out", name="small", outputs=["out"])
     big = here.job("mv in out", name="big", workspace={"workdir": "w"}, outputs=["out"])
     for _ in range(3):
@@ -291,7 +301,7 @@ def test_after_20_runs_the_agent_has_the_threads_and_descriptors_that_it_had_aft
     assert counted(here, big, LANES="8")["most_lanes"] > 4
     for _ in range(16):
         assert here.gpurun(small).returncode == 0
-    eventually(lambda: rests(here) and held(here)[0] <= threads and held(here)[1] <= fds)
+    eventually(lambda: rests(here) and held(here)[0] <= threads and held(here)[1] <= fds, 90)
 
 
 @pytest.fixture
@@ -363,8 +373,9 @@ def test_a_near_network_gets_one_connection_however_long_a_transfer_goes_on(peer
 
 
 def test_no_connection_stream_or_task_is_left_of_those_that_came_and_went(peer, monkeypatch):
+    before = left(peer)[1:]                                                 # of a test that failed, say
     exchange(peer, 100)
-    eventually(lambda: left(peer)[1:] == (0, 0))
+    eventually(lambda: all(now <= then for now, then in zip(left(peer)[1:], before)))
     tasks = left(peer)[0]
     for _ in range(5):
         for alpn in (CONTROL_ALPN, TRANSFER_ALPN):
@@ -373,4 +384,4 @@ def test_no_connection_stream_or_task_is_left_of_those_that_came_and_went(peer, 
     monkeypatch.setattr(lanes.Growth, "look", lambda self, *_: 8)
     exchange(peer, 20 * MB, connections=19)
     assert peer.accepted >= 19
-    eventually(lambda: left(peer)[0] <= tasks and left(peer)[1:] == (0, 0))
+    eventually(lambda: left(peer)[0] <= tasks and all(now <= then for now, then in zip(left(peer)[1:], before)))

@@ -25,7 +25,7 @@ from gpurun.link import Connection, Link, Stream, load_key, public_id
 
 ALPN, OTHER = b"test/1", b"test/other/1"
 LOOPBACK = "127.0.0.1:0"
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class Served:
@@ -269,12 +269,12 @@ def within(limit_s: float, call: Callable[[], Any]) -> Any:
 
 def test_a_dial_to_an_address_where_nobody_is_ends_at_its_bound(client):
     with pytest.raises(LinkTimeoutError, match=r"connecting to mynode over UDP \(127.0.0.1:9\): no answer within 0.5 s"):
-        within(2, lambda: client.dial(public_id(os.urandom(32)), ["127.0.0.1:9"], ALPN, 0.5, "mynode"))
+        within(10, lambda: client.dial(public_id(os.urandom(32)), ["127.0.0.1:9"], ALPN, 0.5, "mynode"))
 
 
 def test_a_dial_to_somebody_else_than_the_pinned_id_ends_at_its_bound(known, client):
     with pytest.raises(LinkError):
-        within(2, lambda: client.dial(public_id(os.urandom(32)), known.addresses, ALPN, 0.5))
+        within(10, lambda: client.dial(public_id(os.urandom(32)), known.addresses, ALPN, 0.5))
     assert exchange(known.dial(client), b"still there") == b"still there"
 
 
@@ -287,7 +287,7 @@ def test_an_id_that_is_none_and_a_dead_port_to_bind_are_link_errors(client, know
 
 def test_a_wrong_alpn_fails_at_once_and_the_server_lives(known, client):
     with pytest.raises(LinkError):
-        within(5, lambda: known.dial(client, b"gpurun/control/99"))
+        within(WAIT_S / 2, lambda: known.dial(client, b"gpurun/control/99"))
     assert exchange(known.dial(client), b"still there") == b"still there"
 
 
@@ -385,7 +385,7 @@ def test_a_read_that_runs_out_of_time_loses_nothing(known, client):
     stream.write(b"well?", WAIT_S)
     for _ in range(5):
         with pytest.raises(LinkTimeoutError, match="nothing from .* for 0.05 s"):
-            within(1, lambda: stream.read(0.05))
+            within(10, lambda: stream.read(0.05))
     speak.set()
     assert read_all(stream) == b"at last"
     assert stream.read(1.0) == b""
@@ -431,7 +431,7 @@ def test_a_stream_that_its_reader_gave_up_wakes_whoever_waits_on_it(known, clien
     while stream._reading is None:
         time.sleep(0.001)
     stream.abort()
-    assert isinstance(failed.get(timeout=5), LinkError)
+    assert isinstance(failed.get(timeout=20), LinkError)
     waiter.join()
 
 
@@ -450,7 +450,7 @@ def test_a_writer_is_told_at_once_when_the_other_side_has_had_enough(known, clie
             stream.write(b"x" * (256 << 10), WAIT_S)
 
     with pytest.raises(LinkError) as caught:
-        within(8, write)
+        within(WAIT_S - 5, write)
     assert not isinstance(caught.value, LinkTimeoutError)
     assert read_all(stream) == b"enough"
 
@@ -463,9 +463,9 @@ def test_200_connections_at_once_and_a_handler_that_fails_leave_the_server_up(kn
 
     def knock(link: Link, alpn: bytes) -> None:
         try:
-            stream = known.dial(link, alpn, 20).open(5)
-            stream.write(b"x", 5)
-            stream.read(5)
+            stream = known.dial(link, alpn, 20).open(20)
+            stream.write(b"x", 20)
+            stream.read(20)
         except LinkError:
             pass
 
@@ -511,10 +511,10 @@ def test_a_list_of_operators_that_cannot_be_read_admits_nobody_and_stops_nothing
     second.serve(authorized, echo)
     for _ in range(2):
         with pytest.raises(RefusedError):
-            connection = client.dial(second.id, [f"127.0.0.1:{second.port()}"], ALPN, 2.0)
-            stream = connection.open(2.0)
-            stream.write(b"x", 2.0)
-            stream.read(2.0)
+            connection = client.dial(second.id, [f"127.0.0.1:{second.port()}"], ALPN, WAIT_S)
+            stream = connection.open(WAIT_S)
+            stream.write(b"x", WAIT_S)
+            stream.read(WAIT_S)
     assert exchange(client.dial(second.id, [f"127.0.0.1:{second.port()}"], ALPN, WAIT_S), b"in") == b"in"
     second.close()
 
