@@ -134,14 +134,15 @@ def agent(tmp_path):
     """A real ssh-agent with six keys; the last is the one that the sshd takes."""
     sock = tmp_path / "agent.sock"
     process = subprocess.Popen(["ssh-agent", "-D", "-a", sock], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not sock.exists():
+    while subprocess.run(["ssh-add", "-l"], env={**os.environ, "SSH_AUTH_SOCK": str(sock)}, capture_output=True).returncode == 2:
+        assert process.poll() is None                         # 2: nobody is there (yet)
         time.sleep(0.01)
 
     def add(*keys):
         subprocess.run(["ssh-add", "-q", *keys], env={**os.environ, "SSH_AUTH_SOCK": str(sock)}, check=True)
     yield sock, add
     process.terminate()
-    process.wait(5)
+    process.wait(30)
 
 
 def test_six_agent_keys_and_identities_only(sshd, config, agent, tmp_path):
@@ -207,7 +208,7 @@ def locked(sshd, config, tmp_path):
 
 
 def test_a_key_with_a_passphrase_and_no_terminal_is_an_error_that_names_it(locked):
-    done = subprocess.run([sys.executable, "-c", CHILD], start_new_session=True, capture_output=True, text=True, timeout=30,
+    done = subprocess.run([sys.executable, "-c", CHILD], start_new_session=True, capture_output=True, text=True, timeout=90,
                           stdin=subprocess.DEVNULL)
     assert f"key {locked} has a passphrase and there is no terminal" in done.stdout and "ssh-add" in done.stdout, done
     assert done.stderr == ""
@@ -272,7 +273,7 @@ def test_a_login_that_failed_leaves_no_thread_and_no_socket(sshd, config, tmp_pa
     for host in ("gpu1", "bad"):
         with pytest.raises(SSHError):
             connect(host).open()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while (threading.active_count(), len(os.listdir("/proc/self/fd"))) > before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) <= before
@@ -354,7 +355,7 @@ def test_a_proxy_command_that_fails_is_quoted_and_ends_at_once(sshd, config):
     begun = time.monotonic()
     with pytest.raises(SSHError, match=r"(?s)ProxyCommand for gpu1.*no route to there"):
         connect("gpu1").open()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
 
 
 # ---- host keys ---------------------------------------------------------------------------------------------------------------
@@ -497,14 +498,14 @@ def test_a_port_that_is_open_but_silent_ends_within_the_bound(sshd, config, monk
     begun = time.monotonic()
     with pytest.raises(SSHError, match="something listens there but doesn't say hello"):
         connect("gpu1").open()
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 15
 
 
 def test_banner_errors_while_sshd_comes_up(sshd, config, monkeypatch):
     monkeypatch.setattr(ssh, "BANNER_S", 0.5)
     stub = Stub("silent", "reset", "junk", sshd.port)
     config(sshd.config_for("gpu1", Port=str(stub.port), HostKeyAlias="new"))
-    with connect("gpu1", connect_within_s=20) as connection:
+    with connect("gpu1", connect_within_s=60) as connection:
         assert connection.run("echo up").stdout == b"up\n"
 
 
@@ -515,7 +516,7 @@ def test_a_closed_port_and_a_name_that_nobody_knows(sshd, config):
     begun = time.monotonic()
     with pytest.raises(SSHError, match=r"tried for 1 s"):
         connect("gpu1", connect_within_s=1).open()
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 15
     with pytest.raises(SSHError, match="no-such-host.invalid' can't be looked up"):
         connect("gpu2", connect_within_s=30).open()
 
@@ -544,14 +545,14 @@ def test_a_command_that_hangs_is_given_up(connection):
     begun = time.monotonic()
     with pytest.raises(SSHError, match="no end after 0.5 s, given up: sleep 30"):
         connection.run("sleep 30", timeout_s=0.5)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 15
     assert connection.run("echo on").stdout == b"on\n"
 
 
 def test_a_process_left_behind_with_our_output_does_not_hold_us(connection):
     begun = time.monotonic()
-    assert connection.run("sleep 5 & echo done").stdout == b"done\n"
-    assert time.monotonic() - begun < 4
+    assert connection.run("sleep 60 & echo done").stdout == b"done\n"
+    assert time.monotonic() - begun < 30
 
 
 def test_endless_output_is_given_up(connection, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,7 +73,7 @@ def cluster(here: Here, *names: str, **keys: Any) -> Path:
 
 def ssh(sshd: Sshd, script: str) -> None:
     """As the user of the host would by hand."""
-    subprocess.run(["ssh", "-F", sshd.config, "node", "sh -s"], input=script.encode(), check=True, timeout=30)
+    subprocess.run(["ssh", "-F", sshd.config, "node", "sh -s"], input=script.encode(), check=True, timeout=60)
 
 
 def serving(node_dir: str) -> list[int]:
@@ -220,7 +221,7 @@ def _minor(path: str | Path) -> int:
 
 
 def test_node_dir_and_udp_port_of_the_cluster_file_are_used(op, hosts):
-    with_port = free_port()
+    with_port = free_port(socket.SOCK_DGRAM)
     cluster(op, "node", node_dir="~/a folder/of 'mine'", udp_port=with_port)
     done = op.gpurun(op.job("pwd"))
     folder = hosts[0].home / "a folder/of 'mine'"
@@ -296,7 +297,7 @@ def test_an_operator_that_neither_the_agent_nor_ssh_lets_in_is_told_both_within_
         assert here.gpurun(job).returncode == 0
         (here.there / "agent/authorized").write_text("")
         (tmp_path / "sshd/authorized_keys").write_text("")
-        done = here.gpurun(job, timeout=40)
+        done = here.gpurun(job, timeout=90)
         said = done.stderr.decode()
         assert done.returncode == 125 and done.stdout == b"" and "refused" in said and str(sshd.key) in said, said
         end_agents(tmp_path)
@@ -325,18 +326,19 @@ def test_an_idle_agent_of_another_version_is_replaced_and_a_busy_one_is_used_as_
     while b"busy with long-" not in (line := waiting.stderr.readline()):
         assert line, "it ended without having waited"
     go.touch()
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=90)
     assert running.returncode == 0, err.decode()
     assert [path.read_text() for path in op.runs.glob("long-*/outputs/o")] == ["done\n"]
-    out, err = waiting.communicate(timeout=30)
+    out, err = waiting.communicate(timeout=90)
     assert (waiting.returncode, out) == (0, b"quick\n"), err.decode()
     assert op.agent(op.there) == old
 
+    eventually(lambda: not json.loads((op.there / "agent/claim.json").read_text())["run_id"])    # it is idle as soon as the run is on the disk
     done = op.gpurun(quick, env=other)
     assert (done.returncode, done.stdout) == (0, b"quick\n"), done.stderr.decode()
     new = op.agent(op.there)
     assert new["agent"] != old["agent"] and new["pid"] != old["pid"] and new["id"] == old["id"]
-    assert supervise.start_time(old["pid"]) != old["start"]
+    eventually(lambda: supervise.start_time(old["pid"]) != old["start"])
     before = hosts[0].connections
     assert op.gpurun(quick, env=other).returncode == 0 and hosts[0].connections == before
 
@@ -345,10 +347,10 @@ def test_two_operators_who_meet_on_a_fresh_host_share_one_agent(fresh, hosts, ca
     other = operator(Here(tmp_path / "other"), hosts[0], cache, fresh.there.name)
     both = [one.start(one.job(f"echo {name}; sleep 0.3"), "--wait") for one, name in ((fresh, "one"), (other, "two"))]
     for process, name in zip(both, (b"one\n", b"two\n")):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert (process.returncode, out) == (0, name), err.decode()
     folder = os.path.expanduser(f"~{hosts[0].user}/") + fresh.there.name
-    assert serving(folder) == [fresh.agent(fresh.there)["pid"]]
+    eventually(lambda: serving(folder) == [fresh.agent(fresh.there)["pid"]])     # one that came second is going
     assert len((fresh.there / "agent/authorized").read_text().split()) == 2
     assert [fresh.gpurun(fresh.job("true")).returncode, other.gpurun(other.job("true")).returncode] == [0, 0]
 
@@ -400,7 +402,7 @@ def test_an_alias_that_was_pointed_at_another_machine_leads_there(op, hosts, tmp
     assert op.gpurun(job).returncode == 0 and op.gpurun(job).returncode == 0 and two.connections == before + 2
     assert op.agent(two.home / op.there.name) == known
 
-    with_port = free_port()
+    with_port = free_port(socket.SOCK_DGRAM)
     cluster(op, "rented", node_dir=f"~/{op.there.name}", udp_port=with_port)
     assert op.gpurun(job).returncode == 0 and op.gpurun(job).returncode == 0 and two.connections == before + 3
     assert op.agent(two.home / op.there.name)["port"] == with_port
@@ -411,7 +413,7 @@ def test_a_host_that_is_not_there_is_said_at_once(op, hosts):
     cluster(op, "away")
     begun = time.monotonic()
     done = op.gpurun(op.job("true"))
-    assert done.returncode == 125 and time.monotonic() - begun < 10
+    assert done.returncode == 125 and time.monotonic() - begun < 30
     assert b"no connection to away" in done.stderr and b"Connection refused" in done.stderr and b"sshd on port" in done.stderr
     result = op.result(op.job("true"))
     assert result["state"] == "FAILED" and "no connection to away" in result["reason"]
@@ -445,7 +447,7 @@ def test_of_several_hosts_the_first_that_can_be_had_runs_the_job(op, hosts, tmp_
     done = op.gpurun(job, "--node", "node")
     assert done.returncode == 125 and b"node is busy with long-" in done.stderr
     go.touch()
-    assert running.wait(30) == 0
+    assert running.wait(90) == 0
     running.communicate()
 
 
@@ -480,7 +482,7 @@ def test_doctor_before_and_after_the_first_run(op, hosts):
 
 def test_status_logs_and_stop_of_a_run_over_ssh(warm_host, hosts):
     before = hosts[1].connections
-    job = warm_host.job("echo begun; echo some > o; sleep 600 & wait", name="stopped", outputs=["o", "never"])
+    job = warm_host.job("echo some > o; echo begun; sleep 600 & wait", name="stopped", outputs=["o", "never"])
     running = warm_host.start(job, bufsize=0)
     assert running.stdout.readline() == b"begun\n"
     run_id = warm_host.latest.name
@@ -489,7 +491,7 @@ def test_status_logs_and_stop_of_a_run_over_ssh(warm_host, hosts):
     assert warm_host.gpurun("logs", run_id).stdout == b"begun\n"
     done = warm_host.gpurun("stop", run_id)
     assert done.returncode == 0, done.stderr.decode()
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=90)
     assert running.returncode == 130, err.decode()
     record = json.loads((warm_host.runs / run_id / "run.json").read_text())
     assert record["state"] == "FAILED" and record["missing"] == ["never"]
@@ -502,7 +504,7 @@ def test_gpurun_in_a_loop_does_not_eat_the_list(fresh, tmp_path):
     """A deploy over SSH, then a warm run: neither reads stdin, which is the loop's."""
     job = fresh.job('echo "$ITEM"', env={"ITEM": "${ITEM}"})
     script = f'while read -r item; do ITEM=$item "{sys.executable}" -m gpurun "{job}" || exit; done'
-    done = subprocess.run(["bash", "-c", script], input=b"one\ntwo\nthree\n", capture_output=True, cwd=fresh.work, env=fresh.env, timeout=60)
+    done = subprocess.run(["bash", "-c", script], input=b"one\ntwo\nthree\n", capture_output=True, cwd=fresh.work, env=fresh.env, timeout=120)
     assert (done.returncode, done.stdout) == (0, b"one\ntwo\nthree\n"), done.stderr.decode()
 
 
@@ -514,7 +516,7 @@ def test_six_at_once_with_wait_each_run_once(warm_host):
     before = set(warm_host.runs.iterdir())
     processes = [warm_host.start(job, "--wait") for job in jobs]
     for process in processes:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=150)
         assert process.returncode == 0, err.decode()
     assert sorted(counter.read_text().split()) == list("012345")
     runs = [path for path in set(warm_host.runs.iterdir()) - before if path.name.startswith("many-")]
