@@ -56,7 +56,9 @@ class Cell:
         eventually(self.reached, 60)
         if point == "push":                   # it goes on once something was killed: a quick machine would be at the job by then
             self.process.send_signal(signal.SIGSTOP)
-            assert not self.state()["supervised"]
+            if self.state()["supervised"]:
+                self.process.kill()
+                raise AssertionError("the push was over already")
 
     def until_go(self, text: str) -> str:
         return f"{text}; while [ ! -e '{self.go}' ]; do sleep 0.02; done"
