@@ -96,7 +96,7 @@ def test_every_command_goes_over_ssh(link):
     run_id = here.gpurun("submit", here.job("sleep 600", name="far")).stdout.decode().strip()
     assert here.gpurun("stop", run_id, "--grace", "0").returncode == 0 and here.record()["state"] == "FAILED"
     assert here.gpurun("submit", here.job("echo > x", name="plan", outputs=["x"]), "--plan", "3.1", "--phase", "3", "--verify", "true").returncode == 0
-    assert b"\"ended\"" in eventually(lambda: (done := here.gpurun("poll")).returncode == 0 and done.stdout)
+    eventually(lambda: (done := here.gpurun("poll")).returncode == 0 and b"\"ended\"" in done.stdout, 60)
     assert here.gpurun("up").returncode == 0 and b"ready" in here.gpurun("nodes").stdout
     assert here.gpurun("down").returncode == 0 and not cache_files(here)
     logins = link.logins
@@ -120,9 +120,9 @@ def test_an_operator_that_is_killed_an_agent_that_is_killed_and_a_list_of_operat
     back = Running(here, "attach", run_id)
     back.until("begun")
     os.kill(agent_of(link, "first")["pid"], signal.SIGKILL)   # in the middle: it is started again, and the run taken up
-    back.until("is back")
+    eventually(lambda: "is back" in back.err or back.process.poll() is not None, 90)
     (link.home / "first/runs" / run_id / "work/go").touch()
-    assert back.process.wait(60) == 0 and here.record()["path"] == "ssh", back.err
+    assert back.process.wait(120) == 0 and here.record()["path"] == "ssh", back.err
     assert (here.latest / "outputs/o").read_text() == "1\n" and back.out.endswith("end\n")
     (link.home / "first/agent/authorized").write_text("")      # whoever isn't on it gets no further than the first line
     assert here.gpurun(here.job("true")).returncode == 0
@@ -136,9 +136,9 @@ def test_50_mb_both_ways_beside_another_run_that_waits(link):
     (here.work / "w/in").write_bytes(os.urandom(BIG))
     first = here.start("--wait", here.job("cp in out; seq 100000; echo done >&2", name="bulk", workspace={"workdir": "w"}, outputs=["out"]))
     second = here.start("--wait", here.job("echo small", name="small"))
-    printed = first.communicate(timeout=120)[0]
+    printed = first.communicate(timeout=300)[0]
     assert first.returncode == 0 and printed == "".join(f"{n}\n" for n in range(1, 100001)).encode()
-    assert second.communicate(timeout=60)[0] == b"small\n" and second.returncode == 0
+    assert second.communicate(timeout=120)[0] == b"small\n" and second.returncode == 0
     (out,) = here.runs.glob("bulk-*/outputs/out")
     assert out.read_bytes() == (here.work / "w/in").read_bytes()
 
@@ -186,7 +186,7 @@ def read(path: Path) -> bytes:
 @needs_a_network
 def test_an_agent_whose_iroh_can_not_be_loaded_and_whose_folder_has_a_long_name(link):
     """As with musl or an old glibc, but for the probe's word on it (test_bootstrap.py)."""
-    name = "n" * 90
+    name = f"{os.getpid():n>90}"                              # its socket lies in /tmp
     here = link.operator(name)
     shutil.copytree(link.home / "first/lib", link.home / name / "lib")
     for module in (link.home / name / "lib").glob("*/iroh/__init__.py"):
@@ -198,31 +198,31 @@ def test_an_agent_whose_iroh_can_not_be_loaded_and_whose_folder_has_a_long_name(
     assert agent["addresses"] == [] and agent["socket"].startswith("/tmp/gpurun-") and os.stat(agent["socket"]).st_mode & 0o777 == 0o600
     assert os.stat(os.path.dirname(agent["socket"])).st_mode & 0o777 == 0o700
     logins, begun = link.logins, time.monotonic()
-    assert here.gpurun(here.job("echo hi")).returncode == 0 and link.logins == logins + 1 and time.monotonic() - begun < 20
+    assert here.gpurun(here.job("echo hi")).returncode == 0 and link.logins == logins + 1 and time.monotonic() - begun < 40
     assert here.gpurun("down").returncode == 0
-    assert not os.path.exists(os.path.dirname(agent["socket"]))
+    eventually(lambda: not os.path.exists(os.path.dirname(agent["socket"])))
 
 
 @needs_a_network
 def test_udp_is_blocked_in_the_middle_of_a_run_then_remembered_and_found_again(link):
-    here = link.operator("middle", lib=link.home / "first/lib", lost_after_s=12)   # with little patience SSH is tried at once
+    here = link.operator("middle", lib=link.home / "first/lib", lost_after_s=24)   # with little patience SSH is tried at once
     link.set(udp="pass")
     try:
         assert here.gpurun(here.job("true", name="warm")).returncode == 0 and here.record()["path"] == "direct"
         run = Running(here, here.job("echo begun; while [ ! -e go ]; do sleep 0.02; done; echo end", name="long"))
         run.until("begun")
         link.set(udp="drop")
-        run.until("is back")
+        eventually(lambda: "is back" in run.err or run.process.poll() is not None, 90)
         assert here.record()["path"] == "ssh" and "no UDP gets through to node: going over SSH" in run.err
         (link.home / "middle/runs" / here.latest.name / "work/go").touch()
-        assert run.process.wait(60) == 0 and run.out.endswith("end\n"), run.err
+        assert run.process.wait(120) == 0 and run.out.endswith("end\n"), run.err
 
         link.set(udp="pass")
         assert here.gpurun(here.job("true", name="soon")).returncode == 0 and here.record()["path"] == "ssh"   # it isn't time yet
         assert known(here)["blocked"]
         cache(here).write_text(json.dumps(dict(known(here), retry_at=0.0)))
         assert here.gpurun(here.job("true", name="later")).returncode == 0 and here.record()["path"] == "ssh"
-        assert not known(here)["blocked"]
+        eventually(lambda: not known(here)["blocked"])
         logins = link.logins
         assert here.gpurun(here.job("true", name="after")).returncode == 0 and here.record()["path"] == "direct" and link.logins == logins
 
@@ -241,7 +241,7 @@ def test_on_this_machine_without_loopback_udp_the_socket_is_the_way(here, tmp_pa
     drop = "ip link set lo up && ip rule add pref 1 lookup local && ip rule del pref 0 && ip rule add pref 0 ipproto udp blackhole"
     job, gpurun = here.job("echo hi; echo 1 > o", outputs=["o"]), f"{sys.executable} -m gpurun"
     script = f"{drop}\n{gpurun} {job} && {gpurun} {job} && {gpurun} fetch latest o && {gpurun} doctor"
-    done = subprocess.run(["unshare", "--net", "sh", "-c", script], cwd=here.work, env=here.env, capture_output=True, timeout=100)
+    done = subprocess.run(["unshare", "--net", "sh", "-c", script], cwd=here.work, env=here.env, capture_output=True, timeout=300)
     said = done.stderr.decode()
     assert done.returncode == 0 and done.stdout.startswith(b"hi\nhi\n"), said + done.stdout.decode()
     assert said.count("no UDP gets through to local: going over its socket") == 1 and said.count("going over its socket") == 3, said
