@@ -38,7 +38,7 @@ def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
 
 
-def sdk(server: VastServer, retry: int = 1, timeout: float = 20.0, key: str | None = None) -> Any:
+def sdk(server: VastServer, retry: int = 1, timeout: float = 60.0, key: str | None = None) -> Any:
     client = vastai.VastAI(api_key=key or server.key, server_url=server.url, retry=retry)
     client.client.timeout = timeout
     return client
@@ -58,7 +58,7 @@ def as_container(server: VastServer, one: Instance, method: str, path: str, body
     request = urllib.request.Request(server.url + path, json.dumps(body or {}).encode(), method=method,
                                      headers={"Authorization": f"Bearer {one.api_key}", "Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -201,11 +201,11 @@ def test_a_damaged_row_breaks_the_sdks_listing_and_not_the_raw_one(damage, error
 
 def test_a_script_leads_an_instance_through_its_states_by_the_clock():
     with VastServer([offer(machine_id=1), offer(machine_id=2)]) as server:
-        server.script(1, steps=((10, "st_loading"), (20, "st_running_no_ports"), (5, "st_running")))
+        server.script(1, steps=((100, "st_loading"), (200, "st_running_no_ports"), (50, "st_running")))
         server.script(2, steps=((0, "st_oci_failed"),))
         client, slow, broken = sdk(server), rented(server), rented(server)
         assert client.show_instance(slow.id)["actual_status"] is None and "OCI runtime" in client.show_instance(broken.id)["status_msg"]
-        for seconds, status, ports in ((11, "loading", None), (20, "running", {}), (5, "running", slow._ports())):
+        for seconds, status, ports in ((110, "loading", None), (200, "running", {}), (50, "running", slow._ports())):
             server.skip(seconds)
             row = client.show_instance(slow.id)
             assert (row["actual_status"], row["ports"]) == (status, ports)
@@ -295,7 +295,8 @@ def test_a_fault_raises_what_the_sdk_raises_and_happened_or_did_not(kind):
         one = rented(server)
         fault = server.fault("destroy", kind)
         with pytest.raises(FAULTS[kind]) as raised:
-            sdk(server, timeout=0.3).destroy_instance(one.id)
+            sdk(server, timeout=1.0 if kind in ("hang", "stall") else 60.0).destroy_instance(one.id)
+        server.wait_for(lambda _: fault.hits and (kind not in HAPPENS or not one.alive))     # it may have been heard only now
         if isinstance(raised.value, requests.HTTPError):
             assert raised.value.response.status_code == REFUSALS[kind][0] and server.requests[-1].status == REFUSALS[kind][0]
         assert (server.alive() == []) == (kind in HAPPENS) and fault.hits == 1 and server.requests[-1].fault == kind
@@ -364,9 +365,9 @@ def test_faults_count_calls_of_their_endpoints_and_429_carries_what_it_is_told_t
 
 def test_a_body_that_trickles_in_outlasts_the_clients_timeout():
     with VastServer() as server:
-        server.fault("ssh_create", "trickle", seconds=1.0)
+        server.fault("ssh_create", "trickle", seconds=4.0)
         started = time.monotonic()
-        assert sdk(server, timeout=0.4).create_ssh_key("ssh-ed25519 AAAA x")["success"] and time.monotonic() - started > 0.9
+        assert sdk(server, timeout=2.0).create_ssh_key("ssh-ed25519 AAAA x")["success"] and time.monotonic() - started > 3.9
         server.fault("user", "stall", seconds=0.05)
         with pytest.raises(requests.ConnectionError):
             sdk(server).show_user()
@@ -378,7 +379,7 @@ def test_a_redirect_leads_to_another_port_and_takes_no_key_there():
         with pytest.raises(requests.HTTPError, match="401"):
             sdk(server).show_user()
         assert [(one.path, one.bearer) for one in server.elsewhere] == [("/api/v0/users/current", "none")] and server.leaks() == []
-        requests.get(server.other_url, headers={"Authorization": f"Bearer {server.key}"}, timeout=20)
+        requests.get(server.other_url, headers={"Authorization": f"Bearer {server.key}"}, timeout=60)
         assert len(server.leaks()) == 1
 
 
@@ -397,13 +398,14 @@ def test_a_hook_sees_each_request_and_decides():
 
 
 def test_the_rate_limits_can_be_turned_on():
-    with VastServer(rates=0.1) as server:
+    with VastServer(rates=600) as server:
         client = sdk(server)
         client.show_instances()
         with pytest.raises(requests.HTTPError) as fast:
             client.show_instances()
         assert fast.value.response.text == "API requests too frequent: endpoint threshold=1.0"
-        eventually(lambda: requests.get(f"{server.url}/api/v1/instances/", headers={"Authorization": f"Bearer {server.key}"}, timeout=20).ok)
+        server.rates = 0.1
+        eventually(lambda: requests.get(f"{server.url}/api/v1/instances/", headers={"Authorization": f"Bearer {server.key}"}, timeout=60).ok)
 
 
 def test_a_server_that_is_down_refuses_and_comes_back_as_it_was():
@@ -422,7 +424,7 @@ def test_who_waits_is_woken_by_requests_and_by_time_and_says_what_it_saw_instead
         server.script(steps=((0.2, "st_loading"), (0.2, "st_running")))
         threading.Timer(0.1, lambda: rented(server)).start()
         one = server.wait_for(lambda s: s.alive())[0]
-        assert server.wait_for(lambda s: one.state == "st_running") and time.time() - one.created_at < 5
+        assert server.wait_for(lambda s: one.state == "st_running") and time.time() - one.created_at < 30
         with pytest.raises(AssertionError, match="PUT /api/v0/asks/"):
             server.wait_for(lambda s: len(s.alive()) == 2, timeout_s=0.05)
 
@@ -478,14 +480,16 @@ def test_a_wrong_key_gets_in_nowhere():
 
 # ---- machines --------------------------------------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return keygen(tmp_path_factory.mktemp("key") / "key")
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """Each test's own: the machines of another one had the same numbers, and perhaps the same ports."""
+    (tmp_path / "key").mkdir()
+    return keygen(tmp_path / "key" / "key")
 
 
-def login(one: Instance, key: Path, command: str, way: str = "direct", timeout: float = 20.0) -> "subprocess.CompletedProcess[str]":
+def login(one: Instance, key: Path, command: str, way: str = "direct", timeout: float = 60.0, within_s: int = 30) -> "subprocess.CompletedProcess[str]":
     options = {"BatchMode": "yes", "StrictHostKeyChecking": "accept-new", "UserKnownHostsFile": f"{key}.{one.id}.known", "IdentitiesOnly": "yes",
-               "IdentityAgent": "none", "GlobalKnownHostsFile": "/dev/null", "ConnectTimeout": "1"}
+               "IdentityAgent": "none", "GlobalKnownHostsFile": "/dev/null", "ConnectTimeout": str(within_s)}
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     return subprocess.run(["ssh", "-F", "none", "-T", "-n", "-i", str(key), "-p", str(one.ports[way]), *words, "root@127.0.0.1", command],
                           capture_output=True, text=True, timeout=timeout)
@@ -508,7 +512,7 @@ def test_a_machine_is_a_container_that_is_there_at_once_and_dies_whole(key):
         one = rents(server, key, onstart_cmd='echo "began in $CONTAINER_ID"; setsid sleep 1000 & touch /root/.no_auto_tmux')
         told = login(one, key, "setsid sleep 2000 >/dev/null 2>&1 </dev/null & tr '\\0' '\\n' </proc/1/environ; echo \"[$CONTAINER_ID]\"; cd; pwd; "
                      "ls -a; test -e /.dockerenv -o -e /run/.containerenv && echo container; python3 -c 'print(6 * 7)'")
-        assert told.returncode == 0 and time.monotonic() - started < 3, told.stderr
+        assert told.returncode == 0 and time.monotonic() - started < 20, told.stderr
         lines = told.stdout.splitlines()
         for line in (f"CONTAINER_ID={one.id}", f"CONTAINER_API_KEY={one.api_key}", f"VAST_CONTAINERLABEL=C.{one.id}", "A=b",
                      "PUBLIC_IPADDR=127.0.0.1",
@@ -516,9 +520,10 @@ def test_a_machine_is_a_container_that_is_there_at_once_and_dies_whole(key):
                      "onstart.sh", "container", "42"):
             assert line in lines
         assert "Welcome to vast.ai" in told.stderr and not any(line.startswith("-p") for line in lines)
-        assert login(one, key, "echo by proxy", "proxy").stdout == "by proxy\n" and f"began in {one.id}" in sdk(server).logs(one.id)
+        assert login(one, key, "echo by proxy", "proxy").stdout == "by proxy\n" and one.machine.said(f"began in {one.id}")
+        assert f"began in {one.id}" in sdk(server).logs(one.id)
+        eventually(lambda: {"sleep 1000", "sleep 2000"} <= set(one.machine.processes().values()))
         inside = one.machine.processes()
-        assert {"sleep 1000", "sleep 2000"} <= set(inside.values())
         sdk(server).destroy_instance(one.id)
         assert dead(inside) and not one.machine.folder.exists() and login(one, key, "true").returncode == 255
 
@@ -559,10 +564,10 @@ def test_a_stop_ends_what_runs_and_keeps_the_disk_and_each_start_runs_onstart(ke
 def test_one_way_fails_as_it_is_told_to_while_the_other_works(key, mode, said):
     with VastServer(machines=True) as server:
         server.script(machine=Quirks(direct=mode))
-        one = rents(server, key)
-        assert re.search(said, login(one, key, "echo in").stderr, re.IGNORECASE) and login(one, key, "echo in", "proxy").stdout == "in\n"
+        one, within_s = rents(server, key), 1 if mode == "stall" else 30
+        assert re.search(said, login(one, key, "echo in", within_s=within_s).stderr, re.IGNORECASE) and login(one, key, "echo in", "proxy").stdout == "in\n"
         one.ways["direct"].mode, one.ways["proxy"].mode = "pass", mode
-        assert login(one, key, "echo in").stdout == "in\n" and login(one, key, "echo in", "proxy").returncode == 255
+        assert login(one, key, "echo in").stdout == "in\n" and login(one, key, "echo in", "proxy", within_s=within_s).returncode == 255
 
 
 @machines
@@ -575,7 +580,8 @@ def test_a_machine_may_lack_the_accounts_key_until_one_is_attached_and_then_some
         for one in (late, never):
             assert "Permission denied" in login(one, key, "true").stderr
             sdk(server).attach_ssh(one.id, Path(f"{key}.pub").read_text())
-        assert "Permission denied" in login(owned, key, "true").stderr and "bad ownership or modes" in sdk(server).logs(owned.id)
+        assert "Permission denied" in login(owned, key, "true").stderr and owned.machine.said("bad ownership or modes")
+        assert "bad ownership or modes" in sdk(server).logs(owned.id)
         assert eventually(lambda: login(late, key, "echo in").stdout == "in\n") and login(never, key, "true").returncode == 255
 
 
@@ -597,10 +603,12 @@ def test_an_address_may_be_used_again_by_a_machine_with_another_host_key_whose_s
         first = rents(server, key)
         assert login(first, key, "echo in").stdout == "in\n"
         sdk(server).destroy_instance(first.id)
-        server.script(2, direct_port=first.ports["direct"], machine=Quirks(ssh_after=0.5))
+        late = Quirks(ssh_after=3600.0)
+        server.script(2, direct_port=first.ports["direct"], machine=late)
         second = rents(server, key)
         Path(f"{key}.{first.id}.known").rename(f"{key}.{second.id}.known")
         assert "losed" in login(second, key, "echo in").stderr
+        late.ssh_after = 0.0
         assert eventually(lambda: "HOST IDENTIFICATION HAS CHANGED" in login(second, key, "echo in").stderr)
 
 
@@ -636,8 +644,10 @@ def test_many_at_once_come_and_go_and_what_is_left_dies_with_the_server(key):
         for thread in threads:
             thread.join()
         left = server.alive()
+        assert said == ["key.pub\n"] * 8 and len(left) == 4
+        eventually(lambda: all(len(one.machine.processes()) >= 3 for one in left))
         inside = [pid for one in left for pid in one.machine.processes()]
-        assert said == ["key.pub\n"] * 8 and len(left) == 4 and len(inside) >= 12 and server.unlabelled() == [] and 4 <= server.most_alive <= 8
+        assert server.unlabelled() == [] and 4 <= server.most_alive <= 8
     assert dead(inside) and not any(one.machine.folder.exists() for one in left)
 
 
@@ -647,7 +657,7 @@ def test_a_host_that_is_offline_is_silent_and_its_jobs_go_on(key):
         one = rents(server, key)
         assert login(one, key, "true").returncode == 0
         server.step(one, "st_offline")
-        assert "timed out" in login(one, key, "true").stderr and one.machine.running
+        assert "timed out" in login(one, key, "true", within_s=1).stderr and one.machine.running
         server.step(one, "st_running")
         assert login(one, key, "echo in").stdout == "in\n" and one.machine.starts == 1
 
@@ -658,12 +668,11 @@ def test_nothing_outlives_a_server_that_is_killed(tmp_path):
                                stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
     url, token = process.stdout.readline().decode().split()
     headers = {"Authorization": f"Bearer {token}"}
-    ask = requests.post(f"{url}/api/v0/bundles/", json={}, timeout=20).json()["offers"][0]["id"]
+    ask = requests.post(f"{url}/api/v0/bundles/", json={}, timeout=60).json()["offers"][0]["id"]
     body = {"client_id": "me", "image": "a:b", "disk": 8, "onstart": f"touch {tmp_path}/began; setsid sleep 3000", "runtype": "ssh_direc ssh_proxy"}
-    requests.put(f"{url}/api/v0/asks/{ask}/", json=body, headers=headers, timeout=20)
+    requests.put(f"{url}/api/v0/asks/{ask}/", json=body, headers=headers, timeout=60)
     eventually((tmp_path / "began").exists)
-    below = vast_machine.descendants(process.pid)
-    assert len(below) >= 5
+    below = eventually(lambda: found if len(found := vast_machine.descendants(process.pid)) >= 5 else None)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert eventually(lambda: dead(below))
