@@ -41,6 +41,8 @@ ACCEPT_PAUSE_S = 0.01
 SECOND_LEAST_S = 0.05         # of two connections that are made at once the second one is tried again so long after the first one is up
 CLOSE_S = 0.02                # for the goodbye to leave: to wait for its acknowledgement would cost a round trip at every command's end
 STREAMS_AT_ONCE = 256         # handler threads over all connections; one more stream is reset
+DIED = "endpoint stopping"     # what iroh says of an endpoint that has ended by itself
+REVIVE_S = 0.25               # between two tries to have its ports again
 CLOSE_NOT_AUTHORIZED = 403
 CLOSE_BYE = 0
 
@@ -363,12 +365,14 @@ class Link:
         """Binds UDP `bind`, and IPv6's `port6` if it is free. `relay`: "disabled", "n0", or relay URLs. `most_connections`: that one transfer may get where more make it faster.
         Raises LinkError when the port is taken."""
         self._loop = _running_loop()
+        self._built_of, self._closed = (key, alpns, relay), False
+        self._reviving: "Optional[asyncio.Task[None]]" = None
         here_only = bind.startswith("127.")
         wanted = [[bind, f"{'[::1]' if here_only else '[::]'}:{port6}"]] if port6 else []
         wanted += [[bind, "[::1]:0"]] if here_only else []
         for sockets in wanted + [[bind]]:     # the last one for a machine without IPv6
             try:
-                self._endpoint = self._bind(key, sockets, alpns, relay, timeout_s)
+                self._endpoint = self._loop.call(self._builder(sockets).bind(), timeout_s, f"binding UDP {bind}")
                 break
             except LinkError:
                 if sockets == [bind]:
@@ -380,8 +384,9 @@ class Link:
         self._bundles: Dict[Tuple[str, bytes], Bundle] = {}     # those that peers opened, by peer and id
         self._serving: "set[asyncio.Task]" = set()
 
-    def _bind(self, key: bytes, sockets: Sequence[str], alpns: Sequence[bytes], relay: Any, timeout_s: float) -> Any:
-        """An endpoint on these sockets; a kind of IP that isn't among them gets one on every address."""
+    def _builder(self, sockets: Sequence[str]) -> Any:
+        """Of an endpoint on these sockets; a kind of IP that isn't among them gets one on every address."""
+        key, alpns, relay = self._built_of
         builder = iroh.EndpointBuilder()
         if relay == "n0":
             builder.apply_n0()
@@ -396,7 +401,31 @@ class Link:
                 builder.bind_addr(bound)
         except iroh.IrohError as error:
             raise LinkError(f"binding UDP {sockets[0]}: {_explain(error)}") from None
-        return self._loop.call(builder.bind(), timeout_s, f"binding UDP {sockets[0]}")
+        return builder
+
+    async def _revive(self, dead: Any) -> None:
+        """Another endpoint in the place of one that has ended by itself: where this machine's networks change iroh binds its sockets again, and tries
+        that only once (n0-computer/iroh#4289)."""
+        if self._endpoint is dead and self._reviving is None:
+            self._reviving = asyncio.ensure_future(self._bind_again(dead))
+        if self._reviving is not None:
+            await asyncio.shield(self._reviving)
+
+    async def _bind_again(self, dead: Any) -> None:
+        try:
+            sockets = list(dead.bound_sockets())
+            try:
+                await asyncio.wait_for(dead.close(), HANDSHAKE_S)   # its other sockets
+            except (iroh.IrohError, asyncio.TimeoutError):
+                pass
+            while not self._closed:
+                try:
+                    self._endpoint = await self._builder(sockets).bind()
+                    return
+                except (iroh.IrohError, LinkError):                 # a process that was just started may have them open still
+                    await asyncio.sleep(REVIVE_S)
+        finally:
+            self._reviving = None
 
     def addresses(self) -> List[str]:
         """The addresses, "ip:port", that this endpoint knows of itself."""
@@ -452,8 +481,18 @@ class Link:
                     if not isinstance(made, BaseException) and (len(found) < len(tries) or made not in found):
                         made.close(CLOSE_BYE, b"")
 
+        async def connect_anew() -> List[Any]:
+            endpoint = self._endpoint
+            try:
+                return await connect()
+            except iroh.IrohError as error:
+                if DIED not in error.message():
+                    raise
+            await self._revive(endpoint)
+            return await connect()
+
         tried = ", ".join(addresses) or relay_url or "no address"
-        connections = self._loop.call(connect(), timeout_s, f"connecting to {name} over UDP ({tried})")
+        connections = self._loop.call(connect_anew(), timeout_s, f"connecting to {name} over UDP ({tried})")
         known = self._known.setdefault(peer_id, Known())
         if addresses and all(one.startswith(("127.", "[::1]:")) for one in addresses):
             known.rtt_s = 0.0                                   # this machine: however busy it is, more lanes help nobody
@@ -471,15 +510,19 @@ class Link:
     async def _accept(self, authorized: Callable[[str], bool], handle: Callable[[Stream], None]) -> None:
         tasks: "set[asyncio.Task]" = set()
         while True:
+            endpoint = self._endpoint
             try:
-                incoming = await self._endpoint.accept_next()
-                if incoming is None:
+                incoming = await endpoint.accept_next()
+                if incoming is None and self._closed:
                     return
+                if incoming is None:
+                    await self._revive(endpoint)
+                    continue
                 if len(tasks) >= HANDSHAKES_AT_ONCE:
                     await incoming.refuse()
                     continue
             except Exception:                                   # that peer's fault, not the endpoint's
-                if self._endpoint.is_closed():
+                if self._closed:
                     return
                 await asyncio.sleep(ACCEPT_PAUSE_S)             # were it ours after all, the loop must not eat a core
                 continue
@@ -591,6 +634,7 @@ class Link:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Ends the endpoint and its connections; what was written and not acknowledged may be lost. A peer that doesn't hear it notices by itself."""
+        self._closed = True
         try:
             self._loop.call(self._endpoint.close(), timeout_s, "closing the link")
         except LinkError:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import queue
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def served() -> Iterator[Served]:
     server.link.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client() -> Iterator[Link]:
     link = Link(os.urandom(32), LOOPBACK)
     yield link
@@ -347,6 +348,54 @@ def test_a_peer_that_goes_says_so_and_is_noticed(known, client):
     stream.write(b"hello", WAIT_S)
     with pytest.raises(LinkError, match=r"closed the connection \(gone fishing\)"):
         stream.read(WAIT_S)
+
+
+MOVES = """
+import os, subprocess, time
+from gpurun.errors import LinkError
+from gpurun.link import Link
+
+subprocess.run("ip link set lo up", shell=True, check=True)
+old, client = Link(os.urandom(32), "127.0.0.1:0", [b"t"]), Link(os.urandom(32), "127.0.0.1:0")
+new, stranger = Link(os.urandom(32), "127.0.0.1:0", [b"t"]), Link(os.urandom(32), "127.0.0.1:0")
+port, ends, closed = old.port(), [], os.pipe()
+for server in (old, new):
+    server.serve(lambda peer: True, lambda stream: (stream.write(stream.read(10), 10), stream.finish(10)))
+
+def talk(one, server):
+    stream = one.dial(server.id, ["127.0.0.1:%d" % server.port()], b"t", 30).open(10)
+    stream.write(b"hello", 10)
+    assert stream.read(10) == b"hello"
+
+talk(client, old)
+pid = os.fork()                               # as any process that is just started: until its exec it has our sockets open
+if pid == 0:
+    os.close(closed[1])
+    os.read(closed[0], 1)
+    os._exit(0)
+endpoints, deadline = {one: one._endpoint for one in (old, client, new, stranger)}, time.monotonic() + 30
+while old._reviving is None:                  # it has died of that
+    subprocess.run("ip tuntap add dev moves mode tun && ip addr add 198.18.0.1/24 dev moves && ip link set moves up", shell=True, check=True)
+    time.sleep(0.3)
+    subprocess.run("ip link del moves", shell=True, check=True)
+    time.sleep(0.3)
+    assert time.monotonic() < deadline, "iroh binds its sockets again without a fault by now: all of this can go"
+os.close(closed[1])
+os.waitpid(pid, 0)
+for one, server in ((stranger, old), (client, new), (client, old)):
+    talk(one, server)
+assert old.port() == port and old._endpoint is not endpoints[old] and client._endpoint is not endpoints[client]
+print("there again")
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("ip") or not os.path.exists("/dev/net/tun"),
+                    reason="needs root, iproute2 and /dev/net/tun for a network of its own")
+def test_a_link_that_iroh_has_lost_when_this_machines_networks_changed_is_there_again_at_its_port():
+    """As when a container starts on a node, or a laptop comes into another network, while a process is being started."""
+    done = subprocess.run(["unshare", "--net", sys.executable, "-c", MOVES], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "there again\n", done.stderr
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------------------
