@@ -82,7 +82,7 @@ def test_a_machine_that_will_never_run_is_ended_at_once_and_another_one_rented(p
     scripts(paper.server, {"steps": ((0.0, state),)}, steps=(LOADING,))
     first, err = until_another_loads(paper)
     assert f"machine {first.id} is of no use: {words}" in err, err
-    assert first.destroyed - first.created < 5
+    assert first.destroyed - first.created < 20
     assert avoided(paper) == ({str(first.offer["machine_id"])} if host else set())
 
 
@@ -97,10 +97,10 @@ def test_a_machine_that_fails_after_it_had_begun_to_load_is_ended_and_another_on
                                    pytest.param(((0.0, "st_created"),), id="created"),
                                    pytest.param(((0.0, {"actual_status": "connecting"}),), id="connecting")])
 def test_a_machine_that_is_not_ready_in_time_is_ended_and_another_one_rented(paper, steps):
-    paper.cluster(ready_within_s=2)
+    paper.cluster(ready_within_s=3)
     scripts(paper.server, {"steps": steps}, steps=(LOADING,))
     first, err = until_another_loads(paper)
-    assert f"machine {first.id} is of no use: it wasn't ready within 2 s" in err and 1 < first.destroyed - first.created < 6
+    assert f"machine {first.id} is of no use: it wasn't ready within 3 s" in err and 1 < first.destroyed - first.created < 20
     assert avoided(paper) == {str(first.offer["machine_id"])}
 
 
@@ -138,12 +138,15 @@ def test_a_machine_that_is_only_slow_is_waited_for(renter, steps):
 
 
 def test_what_a_machine_is_at_is_told_once_for_each_change(paper):   # 20, S101
-    paper.server.script(steps=((0.5, "st_created"), (0.5, "st_loading")))
-    up = Running(paper, "up")
-    up.until("loading (8f3a1c22be01: Pull complete)")
+    paper.server.script(steps=())
+    up = Running(paper, "up", pace="tell_s=600")
+    up.until("being provisioned")
+    one, = paper.server.instances.values()
+    for state, words in (("st_created", "created"), ("st_loading", "loading (8f3a1c22be01: Pull complete)")):
+        paper.server.step(one, state)
+        up.until(words)
     assert up.signal(signal.SIGINT).end() == 130
     told = [line.partition("node1: ")[2].strip().partition(" (")[0] for line in up.said if "node1: " in line]
-    one, = paper.server.instances.values()
     assert told == [f"rented machine {one.id}: 1 × RTX 4090 in Sweden, SE, $0.363/h", "being provisioned", "created", "loading",
                     f"ending machine {one.id}", f"machine {one.id} is gone"]
     assert f"machine {one.id} is gone (stopped by the operator); it has cost about $0.0" in up.err
@@ -270,7 +273,7 @@ def test_a_ready_machine_that_was_destroyed_by_hand_is_replaced_by_the_next_up(r
 
 def test_a_machine_whose_network_is_a_black_hole_is_left_for_the_next(renter):   # 26
     scripts(renter.server, {"machine": Quirks(direct="stall", proxy="stall")})
-    code, err = renter.said("up", pace="ssh_s=1 way_s=2")
+    code, err = renter.said("up", pace="ssh_s=1 way_s=3")
     first, second = renter.server.instances.values()
     assert code == 0 and f"machine {first.id} is of no use" in err and second.alive and not first.alive, err
     assert avoided(renter) == {str(first.offer["machine_id"])}
@@ -319,8 +322,9 @@ def test_when_one_of_several_nodes_cannot_be_had_all_that_this_command_rented_go
 
     def hook(request):
         if request.endpoint == "create":
-            made.append(request.ids[0])
-            paper.server.script(request.ids[0], steps=(LOADING,) if len(made) == 1 else ((0.0, "st_oci_failed"),))
+            with paper.server.changed:        # both may come at once
+                made.append(request.ids[0])
+                paper.server.script(request.ids[0], steps=(LOADING,) if len(made) == 1 else ((0.0, "st_oci_failed"),))
     paper.server.hook = hook
     code, err = paper.said("up", "--nodes", "2")
     assert code == 125 and paper.server.most_alive == 2 and "ending" in err and "OCI runtime create failed" in err

@@ -16,7 +16,7 @@ import time
 
 import pytest
 from conftest import eventually
-from rented import AT_WORK, at_work, destroyed_by_hand, downed, none_goes_on, upped   # noqa: F401
+from rented import AT_WORK, at_work, destroyed_by_hand, downed, go, none_goes_on, until_go, upped   # noqa: F401
 from renter import renter   # noqa: F401
 from running import Running
 from trees import tiny_disk
@@ -74,12 +74,13 @@ def test_outputs_that_have_no_room_here_are_waited_for_and_come_once_there_is_so
 def test_a_full_disk_of_settings_keeps_no_machine_alive(renter):
     with tiny_disk(renter.folder / "disk", "16m") as disk:
         renter.env["GPURUN_CONFIG"] = str(disk / "config")
-        run = at_work(renter, run="echo kept > out.txt; echo at-work; sleep 1")
+        run = at_work(renter, run=f"echo kept > out.txt; echo at-work; {until_go(renter)}")
         filled = os.open(disk / "filled", os.O_WRONLY | os.O_CREAT)
         with contextlib.suppress(OSError):
             while True:
                 os.write(filled, b"x" * 4096)
         os.close(filled)
+        go(renter)
         assert run.end() == 0, run.err
         assert (renter.latest / "outputs/out.txt").read_text() == "kept\n"
         renter.ended()
@@ -87,8 +88,10 @@ def test_a_full_disk_of_settings_keeps_no_machine_alive(renter):
 
 
 def test_an_error_of_this_machine_in_the_middle_of_a_run_ends_the_rented_one(renter):
-    run = at_work(renter, run="echo kept > out.txt; echo at-work; sleep 2")
-    shutil.rmtree(renter.latest)
+    run = at_work(renter, run=f"echo kept > out.txt; echo at-work; {until_go(renter)}")
+    renter.latest.rename(renter.folder / "lost")   # at once: what is written there just now can't get in the way
+    shutil.rmtree(renter.folder / "lost", ignore_errors=True)
+    go(renter)
     run.end()                             # with which code depends on whether the outputs had a place before
     renter.ended()
 
@@ -143,7 +146,7 @@ def test_a_run_that_succeeded_keeps_nothing(renter):
 
 def test_a_machine_that_never_came_is_not_kept(renter):
     renter.server.offers[:] = []
-    done = renter.gpurun(renter.job("true"), "--up", "--down", "--keep-on-failure", "30m", timeout=30)
+    done = renter.gpurun(renter.job("true"), "--up", "--down", "--keep-on-failure", "30m")
     assert done.returncode == 125 and renter.server.calls("create") == [], done.stderr.decode()
 
 
@@ -155,7 +158,7 @@ def test_a_machine_destroyed_by_hand_ends_the_run_at_once(renter):
     began = time.monotonic()
     destroyed_by_hand(renter, one)
     code = run.end()
-    assert code == 125 and time.monotonic() - began < 8, run.err
+    assert code == 125 and time.monotonic() - began < 30, run.err
     assert "exist" in renter.record()["reason"]
     renter.ended()
 
@@ -191,7 +194,7 @@ def test_an_outbid_machine_is_a_lost_node_at_once_and_is_destroyed(renter):
     began = time.monotonic()
     renter.server.step(one, "st_outbid")
     code = run.end()
-    assert code == 125 and time.monotonic() - began < 8, run.err
+    assert code == 125 and time.monotonic() - began < 30, run.err
     assert "outbid" in renter.record()["reason"]
     renter.ended()
 
@@ -202,7 +205,7 @@ def test_an_outbid_machine_that_resumes_starts_nothing_by_itself(renter):
     run.signal(signal.SIGKILL)
     one = renter.server.alive()[0]
     renter.server.step(one, "st_outbid")
-    (one.machine.home / ".gpurun-onstart").unlink()
+    (one.machine.home / ".gpurun-onstart").unlink(missing_ok=True)
     renter.server.step(one, "st_running")
     eventually(lambda: (one.machine.home / ".gpurun-onstart").exists())
     assert (one.machine.home / "count").read_text() == "once\n"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 
 import pytest
-from rented import AT_WORK, at_work, call, downed, none_goes_on, upped   # noqa: F401
+from rented import AT_WORK, at_work, call, downed, go, none_goes_on, until_go, upped   # noqa: F401
 from renter import Renter, renter   # noqa: F401
 from running import Running
 from vast_rows import offer
@@ -103,9 +104,10 @@ def test_the_wait_for_one_that_comes_back_covers_five_seconds():
 
 @pytest.mark.parametrize("refusal", ["401", "403", "401_2fa"])
 def test_a_key_that_was_revoked_before_the_end_leaves_the_command_to_end_it(renter, refusal):
-    run = at_work(renter, pace="patience_s=1", run="echo kept > out.txt; echo at-work; sleep 1")
+    run = at_work(renter, pace="patience_s=1", run=f"echo kept > out.txt; echo at-work; {until_go(renter)}")
     one = renter.server.alive()[0]
     renter.server.fault("any", refusal, times=10 ** 6)
+    go(renter)
     code = run.end()
     assert code == 125 and f"vastai destroy instance {one.id}" in run.said[-1] and "key" in run.said[-1], run.err
     assert (renter.latest / "outputs/out.txt").read_text() == "kept\n"
@@ -186,20 +188,25 @@ def test_rows_with_holes_lose_no_machine(renter, row):
 def killed(renter: Renter, endpoint: str, effect: bool = True, nth: int = 1, args: tuple = ("--up", "--down"), run: str = AT_WORK) -> Running:
     """A gpurun that is killed -9 when its nth request of this kind (since it asked for the machine) has come, before it is answered."""
     running = Running(renter, renter.job(run, outputs=["out.txt"]), *args) if args[0] != "up" else Running(renter, *args)
-    count = 0
+    count, last, struck = 0, [], threading.Event()
 
     def hook(request):
         nonlocal count
         count += request.endpoint == endpoint and bool(renter.server.calls("create"))
-        if request.endpoint == endpoint and count == nth and running.process.poll() is None:
+        if request.endpoint == endpoint and count == nth and not last:
+            last.append(request)
+            struck.set()
             running.process.kill()
             running.process.wait()
             return None if effect else (500, "")
+        if endpoint == "list" and request.endpoint == "ssh_attach":
+            struck.wait(60)                  # or it is up before there were so many lists
         return None
 
     renter.server.hook = hook
     running.process.wait(60)
     assert running.process.returncode == -signal.SIGKILL, running.err
+    renter.server.wait_for(lambda server: last[0].status)     # what it does, it has done
     renter.server.hook = None
     return running
 
@@ -240,15 +247,16 @@ def test_down_that_was_killed_is_finished_by_the_next_one(renter):
     upped(renter)
     running = Running(renter, "down")
     renter.server.hook = lambda request: running.process.kill() if request.endpoint == "destroy" else None
-    running.process.wait(30)
+    running.process.wait(60)
     renter.server.hook = None
     downed(renter)
 
 
 def test_a_run_whose_gpurun_was_killed_is_attached_to_and_its_machine_goes_then(renter):
-    run = at_work(renter, run="echo at-work; sleep 2; echo kept > out.txt")
+    run = at_work(renter, run=f"echo at-work; {until_go(renter)}; echo kept > out.txt")
     run.signal(signal.SIGKILL)
     run.process.wait()
+    go(renter)
     done = renter.gpurun("attach", "latest")
     assert done.returncode == 0, done.stderr.decode()
     assert (renter.latest / "outputs/out.txt").read_text() == "kept\n"

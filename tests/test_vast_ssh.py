@@ -101,7 +101,7 @@ def test_authorized_keys_that_sshd_refuses_to_read_are_the_hosts_fault_and_its_l
 @pytest.mark.parametrize("direct", ["stall", "refuse", "reset", "close"])
 def test_a_direct_way_that_leads_nowhere_is_passed_by(renter, direct):
     renter.server.script(machine=Quirks(direct=direct))
-    assert upped(renter, pace="way_s=1")["facts"]["way"] == "proxy"
+    assert upped(renter, pace="way_s=2")["facts"]["way"] == "proxy"
     downed(renter)
 
 
@@ -233,7 +233,7 @@ def test_a_host_key_that_changes_while_the_machine_is_ours_is_an_error(renter):
     renter.server.script(direct_port=free_ports(1)[0], machine=Quirks(new_host_key=True, proxy="refuse"))
     upped(renter)
     reboot(renter)
-    done = renter.gpurun(renter.job(JOB), pace="way_s=1")
+    done = renter.gpurun(renter.job(JOB))
     said = done.stderr.decode()
     assert done.returncode == 125 and "host key" in said and not done.stdout, said
     downed(renter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from rented import none_goes_on   # noqa: F401
+from rented import go, none_goes_on, until_go   # noqa: F401
 from renter import renter   # noqa: F401
 from signalled import END_S, OUTPUT, SLOW, Signalled, Terminal
 
@@ -57,15 +57,18 @@ def test_yes_at_the_question_rents(renter):
 
 @pytest.mark.parametrize("key, code", [(b"d", 130), (b"s", 130), (b"g", 0)], ids=["detach", "stop", "go on"])
 def test_what_is_answered_at_ctrl_c_decides_about_the_machine_too(renter, key, code):
-    job = renter.job("echo at-work; for i in $(seq 30); do [ -e go ] || sleep 0.1; done; echo kept > out.txt", outputs=["out.txt"])
+    job = renter.job(f"echo at-work; {until_go(renter)}; echo kept > out.txt", outputs=["out.txt"])
     with Terminal(renter, job, "--up", "--down", "--yes") as terminal:
         terminal.until(b"at-work\r\n")
         terminal.write(b"\x03")
         terminal.until(b"[g]")
         terminal.write(key)
+        if key == b"g":
+            go(renter)
         assert terminal.end() == code, terminal.seen.decode()
     if key == b"d":
         assert len(renter.server.alive()) == 1
+        go(renter)
         done = renter.gpurun("attach", "latest")
         assert done.returncode == 0, done.stderr.decode()
     if key != b"s":
