@@ -25,8 +25,8 @@ from test_outages import Run as Watched, arrived
 from trees import tiny_disk
 
 pytestmark = needs_a_network
-SCENE_S = 400.0
-WAIT_S = 150.0
+SCENE_S = 900.0              # some wait for their turn
+WAIT_S = 240.0
 MB = 1_000_000
 MOST_MEMORY = 150 << 10       # kB
 SCENES: dict[str, Callable[[Path, Path], Any]] = {}
@@ -178,7 +178,7 @@ def minute(folder: Path, lib: Path) -> Any:
         push, pull = up(link, lib, "push", "pull", max_connections=1)
         data = fill(push.work / "tree", OUTAGE_SIZE)
         before, counted = arrived(link.home / "push"), went(link)
-        link.set(rate="6mbit")
+        link.set(rate="3mbit")                                # one may begin much later than the other, and neither be over by then
         runs = {"push": Run(push, push.job("true", name="cut", workspace={"workdir": "tree"})),
                 "pull": Run(pull, pull.job(f"head -c {OUTAGE_SIZE} /dev/urandom > o", name="cut", outputs=["o"]))}
         eventually(lambda: arrived(link.home / "push") - before > OUTAGE_SIZE / 2 and comes(pull, "cut") > OUTAGE_SIZE / 2, WAIT_S)
@@ -212,7 +212,7 @@ KILLED_SIZE = 24 * MB
 @scene
 def killed(folder: Path, lib: Path) -> Any:
     """Whoever drives it is killed at a quarter, a half and three quarters; then it is brought to its end."""
-    with linked(folder, "bkilled", rtt="50ms", rate="32mbit") as link:
+    with linked(folder, "bkilled", rtt="50ms", rate="12mbit") as link:   # a quarter of it takes four seconds
         push, pull = up(link, lib, "push", "pull", max_connections=1)
         data = fill(push.work / "tree", KILLED_SIZE)
         before, counted = arrived(link.home / "push"), went(link)
@@ -260,10 +260,12 @@ def agents(folder: Path, lib: Path) -> Any:
         runs = {"push": Run(push, push.job("exit 3", name="killed", workspace={"workdir": "tree"})),
                 "pull": Run(pull, pull.job(f"head -c {6 * MB} /dev/urandom > o; exit 4", name="killed", outputs=["o"]))}
         came = {"push": lambda: arrived(link.home / "push") - before, "pull": lambda: comes(pull, "killed")}
+        link.set(rate="2mbit")                                # neither is over before its turn has come
         for name, here in (("push", push), ("pull", pull)):
             eventually(lambda: came[name]() > 2 * MB, WAIT_S)
             os.kill(here.agent(link.home / name)["pid"], signal.SIGKILL)
             print("agent of", name, "killed at", came[name]())
+        link.set(rate="8mbit")
         for run in runs.values():
             run.end()
         runs["push"].same = same(data, work(link, runs["push"]) / "data")
@@ -283,7 +285,7 @@ def test_an_agent_that_is_killed_in_a_transfer_is_started_again_and_it_goes_on(a
 
 # ---- sources that change ---------------------------------------------------------------------------------------------------------------------
 
-PAGE, PAGES = 4096, 2500      # three seconds at the link's rate
+PAGE, PAGES = 4096, 2500      # twenty seconds at the link's rate
 STAMP = """python3 -c 'import os, sys
 how, generation, pages = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 flags = {"over": os.O_WRONLY, "new": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "more": os.O_WRONLY | os.O_APPEND}[how]
@@ -297,19 +299,20 @@ CHANGES = {"rewritten": f"{STAMP} over 2 {PAGES} FILE", "written anew": f"{STAMP
 def changing(folder: Path, lib: Path) -> Any:
     with linked(folder, "bchanging", rtt="50ms") as link:
         (here,) = up(link, lib, "here", max_connections=1)      # what is under way is little
-        link.set(rate="24mbit")
         rounds = "".join(f"{STAMP} new 1 {PAGES} f; mv f f{n}; touch made{n}; while [ ! -e go{n} ]; do sleep 0.05; done; "
                          f"{how.replace('FILE', f'f{n}')}; touch done{n}; " for n, how in enumerate(CHANGES.values()))
         submitted = Run(here, "submit", here.job(rounds, name="changing")).end()
         at, out = work(link, submitted), {}
         for number, name in enumerate(CHANGES):
             eventually((at / f"made{number}").exists, WAIT_S)
+            link.set(rate="4mbit")
             run = out[name] = Run(here, "fetch", "latest", f"f{number}")
             whole = arrived(submitted.folder / "outputs")
             eventually(lambda: arrived(submitted.folder) > PAGE * PAGES / 10 + whole, WAIT_S)
             (at / f"go{number}").touch()
             eventually((at / f"done{number}").exists, WAIT_S)
             run.was_under_way = run.process.poll() is None
+            link.set(rate="24mbit")
             run.end()
             run.file = submitted.folder / f"outputs/f{number}"
             run.got = (sorted(set(run.file.read_bytes()[::PAGE])), run.file.stat().st_size) if run.file.exists() else ([], 0)
@@ -411,9 +414,9 @@ def collapse(folder: Path, lib: Path) -> Any:
     with linked(folder, "bcollapse", rtt="100ms", rate="100mbit") as link:
         (here,) = up(link, lib, "here")
         link.set(loss="1%")
-        size = 20 * MB
+        size = 32 * MB
         run = Run(here, here.job(f"head -c {size} /dev/urandom > o", name="collapse", outputs=["o"]))
-        eventually(lambda: comes(here, "collapse") > size / 4, WAIT_S)
+        eventually(lambda: comes(here, "collapse") > 5 * MB, WAIT_S)
         link.set(rate="256kbit")
         run.came = comes(here, "collapse")
         time.sleep(15)
@@ -466,11 +469,13 @@ def full_here(folder: Path, lib: Path) -> Any:
         (here,), disk = up(link, lib, "here"), Disk(path)
         link.set(loss="1%")
         here.runs = path / "runs"
+        link.set(rate="16mbit")                               # it isn't over before the disk is full
         run = Run(here, here.job(f"head -c {16 * MB} /dev/urandom > o", name="full", outputs=["o"]), "--runs-dir", here.runs)
         eventually(lambda: comes(here, "full") > 5 * MB, WAIT_S)
         disk.fill()
         run.end()
         disk.has_room()
+        link.set(rate="100mbit")
         again = Run(here, "fetch", "latest", "--runs-dir", here.runs).end()
         again.connections = again.record["connections"]       # as long as the disk is there
         again.same = same(again.folder / "outputs/o", work(link, again) / "o")
@@ -490,11 +495,13 @@ def full_there(folder: Path, lib: Path) -> Any:
             link.set(loss="1%")
             data, before = fill(here.work / "tree", 16 * MB), arrived(link.home)
             job = here.job("true", name="full", workspace={"workdir": "tree"})
+            link.set(rate="16mbit")
             run = Run(here, job)
             eventually(lambda: arrived(link.home) > before + 5 * MB, WAIT_S)
             disk.fill()
             run.end()
             disk.has_room()
+            link.set(rate="100mbit")
             again = Run(here, job).end()
             again.same = same(data, work(link, again) / "data")
             return run, again
@@ -522,7 +529,7 @@ def two(folder: Path, lib: Path) -> Any:
         link.set(loss="1%")
         for here in (one, other):
             assert Run(here, "submit", here.job(f"head -c {5 * MB} /dev/urandom > o", name="two", outputs=["o"])).end().code == 0
-            eventually((link.home / "one/runs" / here.latest.name / "work/o").exists, WAIT_S)
+            eventually(lambda: arrived(link.home / "one/runs" / here.latest.name / "work") >= 5 * MB, WAIT_S)
         runs = [Run(here, "fetch", "latest") for here in (one, other)]
         for run in runs:
             run.end()
