@@ -740,4 +740,10 @@ class SocketLane:
     stop = reset
 
     def close(self) -> None:
-        self._loop.call_soon(self._sock.close)   # whoever waits in it has let go by then
+        self._loop.call_soon(self._let_go)
+
+    def _let_go(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)   # whoever waits in it may be ended a moment later, and would look for a number that isn't its own any more
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
