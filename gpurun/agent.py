@@ -96,6 +96,7 @@ class Agent:
 
     def begin(self) -> None:
         """Takes up what an earlier agent left and accepts operators from now on."""
+        self._show_life()                    # one that hangs before its first beat would never be taken for hung
         self._take_up_runs()
         self._supervisors.prepare()
         threading.Thread(target=self._ask_gpus, name="gpus", daemon=True).start()
@@ -121,13 +122,16 @@ class Agent:
 
     def _beat(self) -> None:
         """Shows, by the time of a file, that this is more than a process that exists: its packets are dealt with."""
-        path = os.path.join(self._folder, "alive")
         while True:
             if all(door.answers(BEAT_S) for door in self._doors):
-                with contextlib.suppress(OSError):
-                    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-                    os.utime(path)
+                self._show_life()
             time.sleep(BEAT_S)
+
+    def _show_life(self) -> None:
+        path = os.path.join(self._folder, "alive")
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.utime(path)
 
     def _displaced(self) -> bool:
         """The folder was deleted, and perhaps made again for another agent: nobody will be sent to this one any more."""

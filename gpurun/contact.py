@@ -16,7 +16,7 @@ from typing import Any, Callable
 from gpurun import membership
 from gpurun.errors import GpurunError, LinkError, MachineGoneError, RefusedError
 from gpurun.link import Link
-from gpurun.messages import Ping
+from gpurun.messages import Ping, Pong
 from gpurun.provider import Node
 from gpurun.screen import Screen
 from gpurun.session import Session, bring, dial
@@ -47,6 +47,7 @@ class Contact:
         self._refusals = 0
         self._rtt_s = 0.0                     # as it was last
         self._noted = ""                      # what was said of the way that is in use
+        self._answered = False                # something has come over the session of now
         self._vouched, self._in_vain = False, 0   # the machine answered, and no session has come of it (yet); so often in a row
         self._over = threading.Event()        # nobody wants to know of this node any more
         self._looked_after = not node.rented  # its provider is asked from the first session on
@@ -55,7 +56,7 @@ class Contact:
         self.session = session
         if session.note and session.note != self._noted:
             self._screen.say(session.note)
-        self._noted = session.note
+        self._noted, self._answered = session.note, False
         self._see(membership.Connected(time.monotonic()))
         if not self._looked_after:
             self._looked_after = True
@@ -92,10 +93,11 @@ class Contact:
             except LinkError:
                 pass
 
-    def heard(self) -> None:
-        """The node said something over the session of now."""
+    def heard(self, message: Any) -> None:
+        """The node said something over the session of now. Its first word there answers ours."""
         self._in_vain, self._vouched = 0, False
-        self._see(membership.Heard(time.monotonic()))
+        self._see(membership.Heard(time.monotonic(), not self._answered or isinstance(message, Pong)))
+        self._answered = True
 
     def tick(self) -> None:
         """Several times a second."""

@@ -1,8 +1,9 @@
 """When is a node lost? A failure detector in SWIM's terms: `step(member, event)` gives the next member and the actions to carry out.
 
-Pure: no clock, no network; each event brings the time. A node is alive while the control session hears from it (the direct probe: a
-ping), suspect when that goes silent or breaks, and lost only when every way to it was silent for `lost_after_s`, or its provider says
-that the machine is gone and it doesn't answer. For one loss there is one SAY_SUSPECT and, if the node comes back, one SAY_BACK, however many tries lie between.
+Pure: no clock, no network; each event brings the time. A node is alive while it answers on the control session (the direct probe: a
+ping), suspect when no answer comes or that breaks, and lost only when every way to it was silent for `lost_after_s`, or its provider says
+that the machine is gone and it doesn't answer. Whatever else comes shows that the node is there, not that it hears us: a session over which
+only it gets through (seen with iroh when this machine's networks change) is given up like a silent one. For one loss there is one SAY_SUSPECT and, if the node comes back, one SAY_BACK, however many tries lie between.
 
 The time that counts is this process's own: between two events at most `gap_s` of it passed. A laptop that slept, or a process that
 was stopped, heard nothing because it didn't listen: that is not the node's silence.
@@ -32,6 +33,7 @@ class Tick(NamedTuple):
 
 class Heard(NamedTuple):        # anything that came over the control session
     now: float
+    answers: bool = True        # it answers what this session said: the node hears us, too
 
 
 class Broken(NamedTuple):       # the session ended, or can't be used
@@ -89,7 +91,7 @@ class Member(NamedTuple):
     session: bool = False       # one is open
     silent_s: float = 0.0       # since its last word, on any way: what LOST is decided by
     unheard_s: float = 0.0      # since its last word on a session: what the user is told
-    direct_s: float = 0.0       # the same, but a new session and a gap of our own start it afresh: what SUSPECT and DROP are decided by
+    direct_s: float = 0.0       # since its last answer, but a new session and a gap of our own start it afresh: what SUSPECT and DROP are decided by
     unpinged_s: float = 0.0
     hurried_s: float = 0.0      # since Hurry
     patience_s: float = 0.0     # what Hurry gave; 0: there was none
@@ -136,7 +138,8 @@ def _watch(member: Member, tick: Tick) -> Next:
     late = member.session and member.direct_s >= limits.suspect_s + 2 * tick.rtt_s
     actions: tuple[str, ...] = ()
     if member.state == ALIVE and (late or dead):
-        member = member._replace(state=SUSPECT, reason=f"nothing heard for {member.unheard_s:.0f} s")
+        deaf = member.unheard_s < min(member.direct_s, limits.suspect_s)
+        member = member._replace(state=SUSPECT, reason=f"no answer for {member.direct_s:.0f} s" if deaf else f"nothing heard for {member.unheard_s:.0f} s")
         actions = (SAY_SUSPECT,)
     if dead:
         return member._replace(session=False), actions + (DROP,)
@@ -146,13 +149,13 @@ def _watch(member: Member, tick: Tick) -> Next:
 
 
 def _hear(member: Member, event: Heard) -> Next:
-    return member._replace(silent_s=0.0, unheard_s=0.0, direct_s=0.0), ()
+    return member._replace(silent_s=0.0, unheard_s=0.0, direct_s=0.0 if event.answers else member.direct_s), ()
 
 
 def _come_back(member: Member, event: Heard) -> Next:
-    """What an earlier session had still to say shows that the machine was there, and no more."""
-    if not member.session:
-        return member._replace(silent_s=0.0), ()
+    """What an earlier session had still to say shows that the machine was there, and no more; so does what is no answer, and it is asked at once."""
+    if not member.session or not event.answers:
+        return member._replace(silent_s=0.0, unpinged_s=member.limits.ping_s), ()
     return _hear(member._replace(state=ALIVE, back_after_s=member.unheard_s, trouble=""), event)[0], (SAY_BACK,)
 
 

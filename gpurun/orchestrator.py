@@ -404,7 +404,7 @@ class Orchestrator:
     # ---- what the node says --------------------------------------------------------------------------------------------------
 
     def _said(self, message: Any) -> None:
-        self._contact.heard()
+        self._contact.heard(message)
         if isinstance(message, (JobExited, NodeFault, Refused)):
             self._last_word_until = 0.0
         if isinstance(message, Sample):

@@ -571,6 +571,16 @@ def test_an_agent_whose_last_word_is_old_and_that_works_is_left_alone(node, oper
     assert node.up(operator)["pid"] == known["pid"]
 
 
+def test_an_agent_that_hangs_before_its_first_beat_is_replaced(node, operator, tmp_path):
+    mute = changed_package(tmp_path, agent=[(r"^ +if all\(door.answers", "            if 0 and all(door.answers")])
+    known = node.up(operator, package=mute)
+    os.kill(known["pid"], signal.SIGSTOP)
+    alive = node.folder / "agent" / "alive"
+    os.utime(alive, (time.time() - 60, time.time() - 60))
+    again = node.up(operator, package=mute)
+    assert again["pid"] != known["pid"] and gone(known)
+
+
 def test_an_agent_that_cannot_come_up_is_exit_14_with_the_reason(node, operator):
     (node.folder / "agent").mkdir(parents=True)
     (node.folder / "agent" / "key").write_text("no key")

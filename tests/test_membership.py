@@ -68,6 +68,9 @@ ROWS = [
     (at(ALIVE), Heard(0.2), ALIVE, True, ()),
     (at(SUSPECT), Heard(0.2), ALIVE, True, (SAY_BACK,)),
     (at(SUSPECT, session=False), Heard(0.2), SUSPECT, False, ()),
+    (at(ALIVE, direct_s=3.0), Heard(0.2, False), ALIVE, True, ()),
+    (at(SUSPECT), Heard(0.2, False), SUSPECT, True, ()),
+    (at(SUSPECT, session=False), Heard(0.2, False), SUSPECT, False, ()),
     (at(ALIVE), Broken(0.2, "why"), SUSPECT, False, (SAY_SUSPECT, DROP)),
     (at(SUSPECT), Broken(0.2, "why"), SUSPECT, False, (DROP,)),
     (at(SUSPECT, session=False), Broken(0.2, "why"), SUSPECT, False, ()),
@@ -160,6 +163,26 @@ def test_a_silent_session_is_given_up_after_fifteen_seconds_and_once():
     watch.tick(100)
     (second, _), = [line for line in watch.lines() if line[1] == DROP]
     assert 15 <= second <= 15.2
+
+
+def test_a_session_over_which_only_the_node_gets_through_is_given_up_like_a_silent_one_and_the_node_is_not_lost():
+    watch = Watch()
+    watch.tick(100, also=lambda now: Heard(now, False))
+    (said, _), (dropped, _) = watch.lines()
+    assert [action for _, action in watch.lines()] == [SAY_SUSPECT, DROP] and 4 <= said <= 4.4 and 15 <= dropped <= 15.4
+    assert watch.member.reason == "no answer for 4 s"
+    watch.tick(LIMITS.lost_after_s, also=lambda now: Heard(now, False))
+    assert watch.member.state == SUSPECT
+    watch.tell(Connected(watch.member.now + 0.1))
+    watch.tell(Heard(watch.member.now + 0.1))
+    assert watch.lines()[-1][1] == SAY_BACK
+
+
+def test_what_comes_unasked_from_a_suspect_has_it_asked_at_once():
+    watch = Watch(at(SUSPECT))
+    watch.tell(Tick(0.2))
+    watch.tell(Heard(0.3, False))
+    assert watch.tell(Tick(0.5)) == (PING,)
 
 
 def test_a_new_session_has_its_whole_time_to_say_something():
@@ -268,7 +291,7 @@ def test_a_clock_that_stands_or_steps_back_does_no_harm():
 # ---- promises over random events -----------------------------------------------------------------------------------------------
 
 QUIET = st.sampled_from([Tick, Tick, Tick, lambda now: Broken(now, "why"), lambda now: Indirect(now, False, "why")])
-ANY = st.one_of(QUIET, st.sampled_from([Heard, Connected, lambda now: Indirect(now, True)]))
+ANY = st.one_of(QUIET, st.sampled_from([Heard, lambda now: Heard(now, False), Connected, lambda now: Indirect(now, True)]))
 STEPS = st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.2, 2.0, 20.0, MINUTES_S]))
 SHORT = Limits(lost_after_s=40.0)
 
