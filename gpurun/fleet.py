@@ -90,7 +90,7 @@ class Fleet:
 
     def ask(self, node: Node) -> dict[str, Any]:
         """What its agent says of itself; LinkError when it doesn't answer."""
-        endpoint = node.cached_endpoint()
+        endpoint = node.known_endpoint()
         if endpoint is None:
             raise LinkError(f"{node.name}: no agent is known there")
         return facts_once(self._link(), node, endpoint, self._operator)

@@ -35,6 +35,8 @@ class HostMachines(Machines):
             known = node.cached_endpoint()
             if known is None:
                 return None
+            if node.known_endpoint() is None:           # the alias may mean another machine now, which only SSH knows
+                return self._over_ssh(node, known, label)
             try:
                 facts_once(self._link(), node, known, self._operator, DIAL_S)
             except GpurunError as error:
@@ -45,19 +47,24 @@ class HostMachines(Machines):
             found = list(pool.map(one, zip(self._nodes, self._labels)))
         return [item for item in found if isinstance(item, Seen)], not any(isinstance(item, Exception) for item in found)
 
-    def _over_ssh(self, node: Node, known: Endpoint, label: str, error: GpurunError) -> Seen | None | Exception:
-        """An agent that doesn't answer may have ended, or no packet gets there; then it may answer over SSH."""
+    def _over_ssh(self, node: Node, known: Endpoint, label: str, error: GpurunError | None = None) -> Seen | None | Exception:
+        """An agent that doesn't answer (`error`) may have ended, or no packet gets there; then it may answer over SSH. Without `error`: whether the
+        agent that is known is that of the host which is meant now."""
         if node.cluster.here:
             return error
         from gpurun import bootstrap
         try:
+            basis = node.basis()
             with node.log_in(lambda text: None) as connection:
                 facts = bootstrap.probe(connection, node.cluster.node_dir, node.cluster.python)
                 if not facts.serving:
                     return None
                 try:
                     facts_once(self._link(), node, known, self._operator, DIAL_S, connection)
-                    ways.blocked(node, known)   # the next look goes that way at once
+                    if error is None:
+                        node.remember(known, basis=basis)
+                    else:
+                        ways.blocked(node, known)   # the next look goes that way at once
                     return Seen(id=node.name, label=label)
                 except GpurunError:
                     return Seen(id=node.name, label=label, why=str(error))

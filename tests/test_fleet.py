@@ -545,3 +545,21 @@ def test_a_host_where_nobody_answers_ends_up_with_the_reason_and_the_others_agen
     assert not list(hosts[1].home.glob(".gpurun/agent/endpoint.json"))
     assert here.gpurun("up", "--nodes", "1").stdout == b"one\n"
     assert alive(here.agent(hosts[0].home / ".gpurun"))
+
+
+@needs_ssh
+def test_an_alias_that_means_another_host_now_is_not_answered_for_by_the_old_one(here, hosts):
+    one, two = hosts
+    assert here.gpurun("up", "--nodes", "1").stdout == b"one\n"
+    agent, logins, config = here.agent(one.home / ".gpurun"), one.logins, one.config.read_text()
+    one.config.write_text(config + "# an edit that changes nothing\n")
+    for more in (1, 1):                                   # looked at over SSH once
+        assert [(host["node"], host["state"]) for host in listed(here)] == [("one", "ready")] and one.logins == logins + more
+    one.config.write_text(two.config_for("one", StrictHostKeyChecking="yes") + two.config_for("two", StrictHostKeyChecking="yes"))
+    assert [(host["node"], host["state"]) for host in listed(here)] == [("one", "gone")] and not (two.home / ".gpurun/agent").exists()
+    assert here.gpurun("up", "--nodes", "1").stdout == b"one\n"
+    other = here.agent(two.home / ".gpurun")
+    one.config.write_text(config)
+    assert [(host["node"], host["state"]) for host in listed(here)] == [("one", "ready, but silent")]   # an agent is there, and another one is known
+    done = here.gpurun("down")
+    assert done.returncode == 0 and not alive(agent) and alive(other), done.stderr.decode()
