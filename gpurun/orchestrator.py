@@ -22,8 +22,8 @@ from gpurun import __version__, budgets, fsm, landing, manifest, pushing, signal
 from gpurun.config import Cluster, Job
 from gpurun.contact import Contact
 from gpurun.errors import (
-    EXIT_STOPPED, EXIT_TIME_LIMIT, GpurunError, LinkError, MachineGoneError, NodeBusyError, RecordError, TransferError, UnkeptError,
-    WireError, WorkspaceError, described,
+    EXIT_STOPPED, EXIT_TIME_LIMIT, GpurunError, LinkError, LinkTimeoutError, MachineGoneError, NodeBusyError, RecordError, TransferError,
+    UnkeptError, WireError, WorkspaceError, described,
 )
 from gpurun.files import room
 from gpurun.following import Following
@@ -674,8 +674,8 @@ class Orchestrator:
         """A transfer broke and the session didn't: a reader of our stdout paused for long, or this is how a breaking link begins."""
         if self._contact.session is None:
             return
-        if time.monotonic() - self._launched[name] > AGAIN_S:
-            self._launch(name)
+        if time.monotonic() - self._launched[name] > AGAIN_S and not isinstance(error, LinkTimeoutError):
+            self._launch(name)                # where nothing came for so long, nothing would come the next time
         else:
             self._broken(error)
 

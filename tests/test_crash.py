@@ -255,6 +255,33 @@ def test_outputs_that_are_home_end_the_run_though_the_connection_they_came_over_
     assert done.returncode == 7 and warm.record()["fsm"]["collected"] and (warm.latest / "outputs/o").read_text() == "some\n", done.stderr
 
 
+MUTE = """
+from gpurun import landing, orchestrator
+from gpurun.errors import LinkTimeoutError
+
+class Mute(landing.Channel):
+    "A connection over which nothing comes any more, and that is as far as anybody knows."
+    connections = set()
+
+    def answer(self):
+        Mute.connections.add(self.stream.connection)
+        if len(Mute.connections) == 1:
+            raise LinkTimeoutError("nothing from node for 40 s")
+        return super().answer()
+
+landing.Channel, orchestrator.AGAIN_S = Mute, 0.0
+from gpurun.cli import main
+main()
+"""
+
+
+def test_a_transfer_over_a_connection_on_which_nothing_comes_goes_on_over_another(warm):
+    job = warm.job("echo some > o; exit 7", name="mute", outputs=["o"])
+    done = subprocess.run([sys.executable, "-c", MUTE, str(job)], cwd=warm.work, env=warm.env, capture_output=True, timeout=60)
+    assert done.returncode == 7 and (warm.latest / "outputs/o").read_text() == "some\n", done.stderr
+    assert b"nothing from node for 40 s" in done.stderr and b"is back" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("module, cls, method", [("records", "RunFolder", "save"), ("link", "Stream", "write")])
 def test_a_gpurun_that_is_killed_at_any_of_its_steps_is_gone_on_with(warm, module, cls, method, before):
