@@ -66,8 +66,8 @@ class HostMachines(Machines):
                     else:
                         ways.blocked(node, known)   # the next look goes that way at once
                     return Seen(id=node.name, label=label)
-                except GpurunError:
-                    return Seen(id=node.name, label=label, why=str(error))
+                except GpurunError as silent:
+                    return Seen(id=node.name, label=label, why=str(error or silent))
         except GpurunError as problem:
             return problem
 
