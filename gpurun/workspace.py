@@ -353,13 +353,13 @@ def survey(root: str, exclude: Sequence[str], runs_dir: Optional[str] = None) ->
         if entry.kind == "dir":
             folders += 1
             continue
-        files += 1
+        files += entry.kind == "file"                        # as a run counts them: without links
         total += entry.size
         name, slash, _ = entry.path.partition("/")
         if slash:
             sums = top.setdefault(name, [0, 0])
             sums[0] += entry.size
-            sums[1] += 1
+            sums[1] += entry.kind == "file"
         at = len(entry.path) if ignored else 0
         while at > 0:
             if entry.path[:at] in ignored:
