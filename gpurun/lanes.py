@@ -190,8 +190,6 @@ class Bundle:
         """`broken` makes the error of the last lane's. `dial(number)`: a new lane's stream, what closes its connection, and its HEAD;
         only on the side that decides about lanes, with `growth`; `near` dials NEAR."""
         self._broken, self._rtt_s, self._dial, self._growth = broken, rtt_s, dial, growth
-        if growth is not None:
-            growth.look(0.0, False, 0.0, rtt_s() or float("inf"))   # while all is quiet
         self._loop = asyncio.get_event_loop()
         self._lanes: Dict[int, _Lane] = {}
         self._last_number = 0

@@ -312,7 +312,7 @@ class Connection:
         growth = None
         if self._again is not None and self._most > 1 and self._known is not None:
             growth, quiet_s = Growth(self._most, self._known), self.rtt_s()
-            if quiet_s is not None:           # in whole milliseconds: 0 is a near network's
+            if quiet_s is not None:           # while all is quiet, in whole milliseconds: 0 is a near network's
                 self._known.rtt_s = min(self._known.rtt_s, quiet_s)
         bundle = Bundle(self.broken, self.usual_rtt_s, dial, growth, dial_near if self.near is not None else None)
         bundle.add(0, _Lane(bi), head=HEAD.pack(bundle_id, 0))
