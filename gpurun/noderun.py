@@ -25,7 +25,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 from gpurun import budgets, manifest, runstate, supervise
 from gpurun.budgets import Budget
 from gpurun.errors import GpurunError, TransferError, WireError
-from gpurun.files import TEMP_PREFIX, exact_bytes, free_bytes, make_private_dir, read_json, room
+from gpurun.files import TEMP_PREFIX, atomic_write, exact_bytes, free_bytes, make_private_dir, read_json, room
 from gpurun.messages import CollectOutputs, Detach, JobExited, MaterializeWorkspace, NodeFault, OutputsCollected, RunJob, RunSetup
 from gpurun.messages import Notice, SetupCompleted, StopJob, WorkspaceMaterialized
 from gpurun.rundisk import RunDisk
@@ -229,8 +229,7 @@ class NodeRun:
         supervised = self._state["supervised"]
         if supervised and self._alive(supervised):
             try:
-                with open(os.path.join(self.folder, "stop"), "w") as stream:   # not synced, which takes a busy disk seconds: half of it is none
-                    stream.write(f"{command.grace_s}")
+                atomic_write(os.path.join(self.folder, "stop"), f"{command.grace_s}".encode("ascii"))
             except OSError:                    # a full disk, a deleted folder: then the usual grace has to do
                 pass
             supervise.send(supervised["pid"], signal.SIGTERM)
