@@ -80,7 +80,7 @@ def _write_record(path: str, data: bytes) -> None:
 def _advice(error: OSError) -> str:
     """What to do about the reasons that aren't plain."""
     return {errno.E2BIG: ". A command of bash -c has at most 128 KiB: put a long script into a file of the workspace",
-            errno.ENOENT: ". The node needs bash"}.get(error.errno or 0, "")
+            errno.ENOENT: ". The node needs bash, and a PATH of the job's own must lead to it"}.get(error.errno or 0, "")
 
 
 def _supervise(spec: Dict[str, Any]) -> Dict[str, Any]:
