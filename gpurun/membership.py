@@ -3,7 +3,8 @@
 Pure: no clock, no network; each event brings the time. A node is alive while it answers on the control session (the direct probe: a
 ping), suspect when no answer comes or that breaks, and lost only when every way to it was silent for `lost_after_s`, or its provider says
 that the machine is gone and it doesn't answer. Whatever else comes shows that the node is there, not that it hears us: a session over which
-only it gets through (seen with iroh when this machine's networks change) is given up like a silent one. For one loss there is one SAY_SUSPECT and, if the node comes back, one SAY_BACK, however many tries lie between.
+only the node gets through (seen with iroh when this machine's networks change) is given up like a silent one. For one loss there is one
+SAY_SUSPECT and, if the node comes back, one SAY_BACK, however many tries lie between.
 
 The time that counts is this process's own: between two events at most `gap_s` of it passed. A laptop that slept, or a process that
 was stopped, heard nothing because it didn't listen: that is not the node's silence.
