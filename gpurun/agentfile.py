@@ -13,8 +13,8 @@ from gpurun.errors import DeployError
 from gpurun.files import atomic_write, make_private_dir
 from gpurun.paths import cache_dir
 
-SHIPPED = ("__init__", "errors", "messages", "files", "wire", "manifest", "spare", "store", "packing", "listings", "transfer", "lanes", "link", "sockets", "supervise", "supervisors", "budgets", "watch", "slurm", "slurmjobs",
-           "rundisk", "runstate", "noderun", "guard", "agent", "node")
+SHIPPED = ("__init__", "errors", "messages", "files", "wire", "manifest", "spare", "store", "packing", "listings", "transfer", "lanes", "link", "sockets", "supervise", "supervisors",
+           "budgets", "searching", "watch", "slurm", "slurmjobs", "rundisk", "runstate", "noderun", "guard", "agent", "node")
 
 # Runs before anything of ours is imported, and under any Python: 2.7 has to be able to read it.
 MAIN = """\

@@ -142,7 +142,7 @@ def _hard(budget: Budget, elapsed_s: float, signals: Signals) -> Optional[Decisi
 def _abort(budget: Budget, elapsed_s: float, signals: Signals) -> Optional[Decision]:
     if not budget.abort_pattern or not signals.matched:
         return None
-    return Decision(STOP, f"its log matched the abort pattern: {_shown(signals.matched)}")
+    return Decision(STOP, f"its log matched the abort pattern: {shown(signals.matched)}")
 
 
 def _silence(budget: Budget, elapsed_s: float, signals: Signals) -> Optional[Decision]:
@@ -244,7 +244,7 @@ def _about(seconds: float) -> str:
     return f"{int(seconds // 60)} min" if seconds > 120 else f"{int(seconds)} s"
 
 
-def _shown(line: str) -> str:
+def shown(line: str) -> str:
     """A line of a job's log as one short line that no terminal takes for more."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in COLOURS.sub("", line)).split())
     return text if len(text) <= SHOWN else text[:SHOWN - 1] + "…"

@@ -527,7 +527,11 @@ class NodeRun:
         if not self._was_at("run"):            # a stop doesn't make nothing of a job that is at work
             self._await(lambda: plan["run"] is not None)
         self._begin_watch()
-        record = self._slurm_job() if (plan["run"] or {}).get("backend") else self._phase("run")
+        try:
+            record = self._slurm_job() if (plan["run"] or {}).get("backend") else self._phase("run")
+        finally:
+            if self._watch is not None:
+                self._watch.close()
         with self.changed:
             self._state["over"] = True
             self._emit(JobExited, **record)

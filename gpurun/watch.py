@@ -8,7 +8,7 @@ folder of any size takes no more than SHARE of the time, so it may need many loo
 growth nor as silence. No symlink is followed.
 
 Logs are searched line by line, each as far as MAX_LINE; a line ends with LF or CR, as a progress bar's does. One that isn't ended is searched
-once nothing more comes. Only a pattern with repeats inside repeats, `(a+)+$`, can still take for ever on a line that was made for it.
+once nothing more comes. A pattern that takes for ever on a line is given up, and that is told.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import os
 import re
 import stat
 import time
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Pattern, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from gpurun import budgets
 from gpurun.budgets import Budget, Decision, Signals
+from gpurun.searching import Search
 
 SHARE = 0.02                  # of the time, for walks
 MOST_S = 0.1                  # of one look's walk, so that nobody else in this process waits for it
@@ -31,8 +32,8 @@ MAX_READ, READ_S = 1 << 20, 0.05   # of each log in one look, whichever comes fi
 BEHIND_S = 0.25               # to the next look, if there was more
 WALKING_S = MOST_S / SHARE    # the same for a walk that isn't through
 ANEW_S = 10.0                 # a clock that goes back by more is another attempt's, and one that begins with more was begun without us
-# Of a line, that is searched. A pattern as plain as `(?i).*error` takes a time that grows with the square of a line that has none, and nothing
-# else in this process runs meanwhile: 0.07 s for 4 KiB, 25 s for 64 KiB.
+# Of a line, that is searched. A pattern as plain as `(?i).*error` takes a time that grows with the square of a line that has none: 0.07 s for
+# 4 KiB, 25 s for 64 KiB.
 MAX_LINE = 4 << 10
 LINE_END = re.compile("[\r\n]+")
 
@@ -46,9 +47,9 @@ class Watch:
     def __init__(self, budget: Budget, logs: Sequence[str], outputs: Sequence[str], processes: Callable[[], Optional[int]],
                  earlier: Optional[Dict[str, Any]] = None) -> None:
         try:
-            self._pattern = re.compile(budget.abort_pattern) if budget.abort_pattern else None
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"abort_pattern {budget.abort_pattern!r} is no regular expression: {error}") from None
+            self._search = Search(budget.abort_pattern) if budget.abort_pattern else None
+        except ValueError as error:
+            raise ValueError(f"abort_pattern {budget.abort_pattern!r} {error}") from None
         self._budget, self._processes = budget, processes
         # Where no rule asks about growth, a walk would be for nothing.
         asked = budget.progress_s or budget.silence_s or budget.review_s or budget.health_s and budget.expect_output
@@ -61,6 +62,7 @@ class Watch:
         self._none = False                       # no process was left, at the last look
         self._stop: Optional[Decision] = None
         self._told = ""
+        self._given_up = False                   # the pattern was, and that was told
         if not earlier or not self._resume(earlier):
             self._outputs.look(0.0)
         self.next_s = budgets.next_s(budget, 0.0, self._signals)
@@ -90,7 +92,16 @@ class Watch:
             self.next_s = max(BEHIND_S, min(self.next_s, WALKING_S))
         if behind or self._none:
             self.next_s = BEHIND_S
+        if decision.act == budgets.GO_ON and self._search is not None and self._search.given_up and not self._given_up:
+            self._given_up = True
+            return Decision(budgets.TELL, f"the abort pattern {budgets.shown(self._search.pattern)} is given up: {self._search.given_up}")
         return decision
+
+    def close(self) -> None:
+        """The command is over: nothing more is searched for."""
+        self._given_up = True
+        if self._search is not None:
+            self._search.close()
 
     def state(self) -> Dict[str, Any]:
         """How the run did at the last look, for who asks. "told": what was told last, unless it has made progress since."""
@@ -130,7 +141,8 @@ class Watch:
         """Notes what has grown; the first line that matched, and whether there is more to be read."""
         matched, grew, behind = self._signals.matched, False, False
         for log in self._logs:
-            found = log.look(None if matched else self._pattern)
+            searches = self._search is not None and not self._search.given_up and not matched
+            found = log.look(self._search if searches else None)
             matched, grew, behind = matched or found.matched, grew or found.grew, behind or found.behind
         grew = self._outputs.look(elapsed_s) or grew
         if grew:
@@ -167,20 +179,20 @@ class _Log:
         self._over = False            # it is longer than MAX_LINE, its beginning was searched and the rest of it isn't
         self._searched = False        # as far as it goes
 
-    def look(self, pattern: Optional[Pattern[str]]) -> _Found:
-        """`pattern`: None where nothing is searched for."""
+    def look(self, search: Optional[Search]) -> _Found:
+        """`search`: None where nothing is searched for."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (OSError, ValueError):
             return _Found()
         try:
-            return self._look(fd, pattern)
+            return self._look(fd, search)
         except OSError:
             return _Found()
         finally:
             os.close(fd)
 
-    def _look(self, fd: int, pattern: Optional[Pattern[str]]) -> _Found:
+    def _look(self, fd: int, search: Optional[Search]) -> _Found:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return _Found()
@@ -189,7 +201,7 @@ class _Log:
         if another or status.st_size < self._at:
             self._at, self._rest, self._over, self._searched = 0, b"", False, False
         self._file, self.size = (status.st_dev, status.st_ino), status.st_size
-        if pattern is None:
+        if search is None:
             return _Found(grew)
         matched, read, began = "", 0, time.monotonic()
         while not matched and read < MAX_READ and (not read or time.monotonic() - began < READ_S):
@@ -198,14 +210,14 @@ class _Log:
                 break
             self._at += len(block)
             read += len(block)
-            matched = self._search(block, pattern)
+            matched = _match(search, self._lines(block))
         if not matched and not read and self._rest and not self._searched:
             self._searched = True     # it has stood since the last look: a question, or the last that a job that hangs could say
-            matched = _match(pattern, self._rest.decode("utf-8", "replace"))
+            matched = _match(search, [self._rest.decode("utf-8", "replace")])
         return _Found(grew, matched, self._at < self.size)
 
-    def _search(self, block: bytes, pattern: Pattern[str]) -> str:
-        """Goes through the lines that `block` ends and keeps what is left of it."""
+    def _lines(self, block: bytes) -> List[str]:
+        """Those that `block` ends, as far as they are searched; what is left of it is kept."""
         data = self._rest + block
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         lines = LINE_END.split(data[:end].decode("utf-8", "replace")) if end else []
@@ -215,20 +227,17 @@ class _Log:
         if len(self._rest) > MAX_LINE:
             lines.append(self._rest[:MAX_LINE].decode("utf-8", "replace"))
             self._rest, self._over = b"", True
-        for line in lines:
-            if line:
-                matched = _match(pattern, line[:MAX_LINE])
-                if matched:
-                    return matched
-        return ""
+        return [line[:MAX_LINE] for line in lines if line]
 
 
-def _match(pattern: Pattern[str], line: str) -> str:
-    """The line if it matches, without what would hide the match from a reader who sees only its beginning."""
-    found = pattern.search(line)
+def _match(search: Search, lines: Sequence[str]) -> str:
+    """The first line that matches, without what would hide the match from a reader who sees only its beginning; "" where none does."""
+    found = search.first(lines)
     if found is None:
         return ""
-    return (line if found.end() <= budgets.SHOWN else line[found.start():]) or line[-budgets.SHOWN:]
+    number, start, end = found
+    line = lines[number]
+    return (line if end <= budgets.SHOWN else line[start:]) or line[-budgets.SHOWN:]
 
 
 class _Outputs:

@@ -229,6 +229,14 @@ def test_a_job_that_ends_by_itself_with_that_line_has_its_own_code(warm):
     assert result["exit_code"] == 9 and result["reason"] == "exited 9"
 
 
+def test_a_pattern_that_takes_for_ever_is_given_up_and_holds_up_neither_its_job_nor_the_node(warm):
+    job = budgeted(warm, "endless", f"echo {'a' * 40}b; while [ ! -e go ]; do sleep 0.05; done; exit 5", {"abort_pattern": "(a+)+$"})
+    run = Running(warm, job)
+    eventually(lambda: any("the abort pattern (a+)+$ is given up" in line for line in run.said), 60)
+    (warm.node_dir / "runs" / run_id(warm, "endless") / "work/go").touch()
+    assert run.end() == 5 and "can't be reached" not in run.err, run.err
+
+
 # ---- the review ----------------------------------------------------------------------------------------------------------------
 
 REVIEW = {"runtime_budget": "unknown", "soft_review_s": 1, "health_check_s": 0.5}

@@ -24,7 +24,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 # A file imports only from the rows above its own.
 ROWS = (
     "__init__ errors messages reconcile signals",
-    "files fsm membership wire packing manifest tomlfile question offers limits budgets slurm external lanes",
+    "files fsm membership wire packing manifest tomlfile question offers limits budgets slurm external lanes searching",
     "config watch paths spare listings",
     "link sockets channels supervise known_hosts store screen records statcache",
     "agentfile ssh transfer onstart preflight machines slurmjobs asyncjobs supervisors rundisk runstate workspace",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 import tracemalloc
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from watched import PATTERN, SILENCE, bounds, clock, job, said, unreadable  # noqa: F401
 
 from gpurun import watch
-from gpurun.budgets import GO_ON, STOP, Budget
+from gpurun.budgets import GO_ON, STOP, TELL, Budget
 
 
 def looks_until(job, act, most=1000):
@@ -131,7 +132,7 @@ def test_a_last_line_without_an_end_is_searched_once_nothing_more_comes(job):
 
 def test_a_last_line_that_does_not_match_is_not_searched_again_and_again(job, monkeypatch):
     searched = []
-    monkeypatch.setattr(watch, "_match", lambda pattern, line: searched.append(line) or "")
+    monkeypatch.setattr(watch, "_match", lambda search, lines: searched.extend(lines) or "")
     job.watch(PATTERN)
     job.write("Continue? ")
     job.acts(0, 1, 2, 3, 4)
@@ -227,6 +228,40 @@ def test_a_pattern_that_begins_with_anything_does_not_hold_up_a_look(job, bounds
     began = time.thread_time()
     assert job.look(0).act == GO_ON
     assert time.thread_time() - began < 3.0            # it takes about 0.3
+
+
+def test_a_pattern_that_takes_for_ever_on_a_line_is_given_up_and_that_is_told_once(job):
+    """Python's `re` would hold up every thread of the agent meanwhile."""
+    job.watch(SILENCE._replace(abort_pattern="(a+)+$|Error"))
+    job.write("a" * 40 + "b\n")
+    turns, over = [], threading.Event()
+    others = threading.Thread(target=lambda: [turns.append(1) for _ in iter(lambda: over.wait(0.01), True)], daemon=True)
+    others.start()
+    decision = job.look(0)
+    over.set()
+    others.join()
+    assert decision.act == TELL and "the abort pattern (a+)+$|Error is given up: on a line of the log" in decision.text and len(turns) > 10
+    job.write("Error\n")
+    assert job.acts(1, 2) == [GO_ON, GO_ON] and job.silent(3) == 2
+
+
+def test_a_search_whose_process_was_killed_is_given_up_and_told(job):
+    job.watch(PATTERN)
+    job.write("x\n")
+    assert job.look(0).act == GO_ON
+    job.watched._search._process.kill()
+    job.write("Error: 1\n")
+    assert job.look(1).act == TELL and job.look(2).act == GO_ON
+
+
+def test_a_watch_that_is_closed_leaves_no_process(job):
+    job.watch(PATTERN)
+    job.write("x\n")
+    job.look(0)
+    process = job.watched._search._process
+    job.watched.close()
+    job.write("Error: 1\n")
+    assert process.poll() is not None and job.look(1).act == GO_ON
 
 
 def test_a_look_at_a_log_that_is_read_is_soon_again_but_not_at_once(job):

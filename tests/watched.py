@@ -25,12 +25,18 @@ class Job:
         self.out, self.err, self.work = tmp_path / "run.out", tmp_path / "run.err", tmp_path / "work"
         self.work.mkdir()
         self.outputs = ["result"]
+        self.watched = None
         self.alive = 1
         self.asked = 0
 
     def watch(self, one, earlier=None):
+        self.close()
         self.watched = Watch(one, [str(self.out), str(self.err)], [str(self.work / path) for path in self.outputs], self.processes, earlier)
         return self.watched
+
+    def close(self):
+        if self.watched is not None:
+            self.watched.close()
 
     def processes(self):
         self.asked += 1
@@ -65,7 +71,9 @@ def job(tmp_path, request, monkeypatch):
     if not {"clock", "bounds"} & set(request.fixturenames):
         monkeypatch.setattr(watch, "MOST_S", 600.0)
         monkeypatch.setattr(watch, "READ_S", 600.0)
-    return Job(tmp_path)
+    one = Job(tmp_path)
+    yield one
+    one.close()
 
 
 @pytest.fixture
