@@ -16,7 +16,7 @@ from typing import Any, Callable
 from gpurun import membership
 from gpurun.errors import GpurunError, LinkError, MachineGoneError, RefusedError
 from gpurun.link import Link
-from gpurun.messages import Ping, Pong
+from gpurun.messages import Notice, Ping, Sample
 from gpurun.provider import Node
 from gpurun.screen import Screen
 from gpurun.session import Session, bring, dial
@@ -94,9 +94,10 @@ class Contact:
                 pass
 
     def heard(self, message: Any) -> None:
-        """The node said something over the session of now. Its first word there answers ours."""
+        """The node said something over the session of now. Its first word there answers ours, and each step of the run what we sent; what it says by
+        itself now and then answers nothing."""
         self._in_vain, self._vouched = 0, False
-        self._see(membership.Heard(time.monotonic(), not self._answered or isinstance(message, Pong)))
+        self._see(membership.Heard(time.monotonic(), not self._answered or not isinstance(message, (Sample, Notice))))
         self._answered = True
 
     def tick(self) -> None:
