@@ -261,9 +261,10 @@ def agents(folder: Path, lib: Path) -> Any:
                 "pull": Run(pull, pull.job(f"head -c {6 * MB} /dev/urandom > o; exit 4", name="killed", outputs=["o"]))}
         came = {"push": lambda: arrived(link.home / "push") - before, "pull": lambda: comes(pull, "killed")}
         link.set(rate="2mbit")                                # neither is over before its turn has come
-        for name, here in (("push", push), ("pull", pull)):
-            eventually(lambda: came[name]() > 2 * MB, WAIT_S)
-            os.kill(here.agent(link.home / name)["pid"], signal.SIGKILL)
+        goes_on = {"push": push, "pull": pull}
+        while goes_on:                                        # one may be through before the other has come so far
+            name = eventually(lambda: next((name for name in goes_on if came[name]() > 2 * MB), ""), WAIT_S)
+            os.kill(goes_on.pop(name).agent(link.home / name)["pid"], signal.SIGKILL)
             print("agent of", name, "killed at", came[name]())
         link.set(rate="8mbit")
         for run in runs.values():
